@@ -1,0 +1,1 @@
+"""Objectives that train with PyTorch, and the loop they share."""

@@ -1,0 +1,1 @@
+"""What orch keeps in PostgreSQL, and how it is opened."""

@@ -1,0 +1,1 @@
+"""Named SQL, one file per subject."""
