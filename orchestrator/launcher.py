@@ -1,0 +1,201 @@
+"""A Worker's end of the nursery: asks it for trainers, answers a trainer until it has said how it ended."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from orchestrator.errors import PoolError
+from orchestrator.objective import without_secrets
+from orchestrator.wire import Channel, Message, wait_readable
+
+START_TIMEOUT_S = 300  # importing torch from a cold network disk
+EXIT_GRACE_S = 5.0  # from the answer to "outcome" to the end of the process
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a rank, or the whole trial, ended."""
+
+    kind: str  # complete, pruned, refused, error, oom, crash, stopped, cancelled
+    values: tuple[float, ...] = ()
+    error: str | None = None
+    rank: int = 0
+
+    @property
+    def failed(self) -> bool:
+        """Whether the other ranks have to be stopped."""
+        return self.kind not in ("complete", "pruned")
+
+
+Answer = Callable[[Message], Message | None]
+
+
+class Nursery:
+    """The warm parent of this Worker's trainers: started at once, waited for when the first trainer is wanted."""
+
+    def __init__(self, objective: str, folder: str, *, gpu: bool) -> None:
+        self._setup = json.dumps({"objective": objective, "folder": folder})
+        self._gpu = gpu
+        self._control: socket.socket | None = None
+        self.cold: str | None = None  # why trainers import the objective themselves, once it is known
+        self._ready = False
+
+    def start(self) -> None:
+        """Start the process, in a session of its own; importing torch takes some seconds, which are not waited for."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-m", "orchestrator.nursery", str(theirs.fileno()), self._setup]
+        with theirs:
+            # The process forks and leaves at once: what stays is a child of nobody (see orchestrator.nursery).
+            subprocess.run(command, env=self._environment(), pass_fds=[theirs.fileno()], check=True)
+        self._control, self._ready = ours, False
+
+    def launch(self) -> Trainer:
+        """Fork a trainer that waits for its job.
+
+        Raises:
+            PoolError: the nursery cannot be started.
+        """
+        if self._control is None:
+            self.start()
+        control = self._wait_until_ready()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(control, [b'{"do": "start"}'], [theirs.fileno()])
+        event = self.event()
+        if event is None or event["event"] != "started":
+            ours.close()
+            raise PoolError("the nursery ended while it started a trainer; the Worker's log in Ray's folder tells why")
+        return Trainer(self, Channel(ours), event["pid"])
+
+    def event(self) -> Message | None:
+        """Wait for what the nursery says next; None when it is gone."""
+        assert self._control is not None
+        data = self._control.recv(65536)
+        if not data:
+            self.close()
+            return None
+        event: Message = json.loads(data)
+        return event
+
+    def kill(self) -> None:
+        """End the trainer that runs, with everything it started."""
+        if self._control is not None:
+            self._control.send(b'{"do": "kill"}')
+
+    def fileno(self) -> int:
+        """Let `select` wait for the next event."""
+        assert self._control is not None
+        return self._control.fileno()
+
+    def close(self) -> None:
+        """Let go of the nursery: it ends its trainer and leaves."""
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+
+    def _wait_until_ready(self) -> socket.socket:
+        assert self._control is not None
+        if not self._ready:
+            self._control.settimeout(START_TIMEOUT_S)
+            try:
+                event = self.event()
+            except TimeoutError:
+                event = None
+            if event is None or self._control is None:
+                raise PoolError("the trainers' parent process could not start: run `orch doctor` on this machine")
+            self._control.settimeout(None)
+            self.cold, self._ready = event["cold"], True
+        return self._control
+
+    def _environment(self) -> dict[str, str]:
+        environment = without_secrets()
+        # No thread pools before the fork, and no CUDA: people write torch.cuda.is_available() at module level.
+        environment.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", PYTORCH_NVML_BASED_CUDA_CHECK="1")
+        if not self._gpu:
+            environment["CUDA_VISIBLE_DEVICES"] = ""
+        return environment
+
+
+class Trainer:
+    """One rank's process, as its Worker sees it."""
+
+    def __init__(self, nursery: Nursery, channel: Channel, pid: int) -> None:
+        self.pid = pid
+        self._nursery = nursery
+        self._channel = channel
+        self._exit: int | None = None
+        self._stop_reader, self._stop_writer = socket.socketpair()
+
+    def serve(self, job: Message, answer: Answer) -> Outcome:
+        """Send the job, answer until the trainer says how it ended or is gone; it then waits for `release`.
+
+        An answer of None ends the trainer as ``cancelled``: its trial is not this Worker's any more.
+        """
+        try:
+            self._channel.send(job)
+            return self._converse(answer, job["rank"])
+        except OSError:
+            self._wait_for_exit()
+            return self._crash(job["rank"])
+
+    def stop(self) -> None:
+        """End the trainer; callable from any thread, `serve` then returns ``stopped``."""
+        self._stop_writer.send(b"x")
+
+    def release(self) -> None:
+        """Let the trainer leave: the answer to its last message."""
+        try:
+            self._channel.send({"ok": None})
+        except OSError:
+            pass  # it is gone already
+
+    def bury(self) -> None:
+        """Wait until the trainer and all it started are gone, and kill what lingers."""
+        if self._exit is None:
+            if not wait_readable([self._nursery], EXIT_GRACE_S):
+                self._nursery.kill()
+            self._wait_for_exit()
+        self._channel.close()
+        self._stop_reader.close()
+        self._stop_writer.close()
+
+    def _converse(self, answer: Answer, rank: int) -> Outcome:
+        while True:
+            while (message := self._channel.take()) is not None:
+                if message["op"] == "outcome":
+                    return Outcome(message["kind"], tuple(message.get("values", ())), message.get("error"), rank)
+                reply = answer(message)
+                if reply is None:
+                    return self._end("cancelled", rank)
+                self._channel.send(reply)
+            ready = wait_readable([self._channel, self._nursery, self._stop_reader])
+            if self._stop_reader in ready:
+                return self._end("stopped", rank)
+            if self._channel in ready and not self._channel.fill():
+                self._wait_for_exit()
+                return self._crash(rank)
+            if self._nursery in ready and self._channel not in ready:
+                self._wait_for_exit()
+                return self._crash(rank)
+
+    def _end(self, kind: str, rank: int) -> Outcome:
+        self._nursery.kill()
+        self._wait_for_exit()
+        return Outcome(kind, rank=rank)
+
+    def _wait_for_exit(self) -> None:
+        event = self._nursery.event() if self._exit is None else None
+        if event is not None:
+            self._exit = event["exit"]
+        elif self._exit is None:
+            self._exit = -9  # the nursery is gone, and took the trainer along
+
+    def _crash(self, rank: int) -> Outcome:
+        assert self._exit is not None
+        how = f"was killed by signal {-self._exit}" if self._exit < 0 else f"left with exit code {self._exit}"
+        return Outcome("crash", error=f"the trainer of rank {rank} {how} before the objective returned", rank=rank)
