@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import optuna
 
@@ -25,7 +25,19 @@ from storage import Database, embedded, open_database, open_storage, studies
 from storage.errors import StudyNotFound
 from storage.studies import StudyRecord
 
+if TYPE_CHECKING:
+    pass
+
 RECORDED_PACKAGES = ("orch", "optuna", "torch", "torchvision", "ray", "numpy")
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A definition that was found good, and what is recorded beside it."""
+
+    spec: StudySpec
+    facts: dict[str, Any]
+    seed_given: bool  # else the seed was drawn, and is no difference between two definitions
 
 
 @dataclass(frozen=True)
@@ -46,7 +58,9 @@ def storage_url(url: str | None = None) -> str:
     return url or os.environ.get("ORCH_STORAGE") or embedded.ensure_running()
 
 
-def create_study(name: str | None = None, *, storage: str | None = None, file: str | None = None, **values: Any) -> Created:
+def create_study(
+    name: str | None = None, *, storage: str | None = None, file: str | None = None, **values: Any
+) -> Created:
     """Create a study, or find it with the same definition.
 
     Args:
@@ -59,8 +73,8 @@ def create_study(name: str | None = None, *, storage: str | None = None, file: s
         OrchError: the definition is wrong, the objective cannot be imported, another study has the name, or the
             database cannot be reached; nothing is left behind.
     """
-    given, folder = gather(name, file, values)
-    return create(storage_url(storage), given, folder)
+    checked = check(*gather(name, file, values))
+    return write(storage_url(storage), checked)
 
 
 def gather(name: str | None, file: str | None, values: Mapping[str, Any]) -> tuple[dict[str, Any], Path]:
@@ -75,32 +89,7 @@ def gather(name: str | None, file: str | None, values: Mapping[str, Any]) -> tup
     return given, folder
 
 
-def create(
-    url: str, given: Mapping[str, Any], folder: Path, *, adopt: bool = False, count_existing: bool = False
-) -> Created:
-    """Create or adopt a study from unchecked values; see `create_study`."""
-    spec, facts = check(given, folder)
-    database = open_database(url)
-    try:
-        if adopt:
-            existing = studies.get(database, spec.name)
-            _check_directions(existing, spec)
-            record = studies.adopt(
-                database, spec.name, spec.to_json(), facts, spec.n_trials, count_existing=count_existing
-            )
-            return Created(record, spec, True)
-        made = studies.create(
-            database, spec.name, [word.upper() for word in spec.directions], spec.to_json(), facts, spec.n_trials
-        )
-        if made is not None:
-            return Created(made, spec, True)
-        existing = studies.get(database, spec.name)
-        return Created(existing, _same_definition(existing, spec, facts, "seed" in given), False)
-    finally:
-        database.close()
-
-
-def check(given: Mapping[str, Any], folder: Path) -> tuple[StudySpec, dict[str, Any]]:
+def check(given: Mapping[str, Any], folder: Path) -> Checked:
     """Validate a definition completely: keys, sampler, pruner, and the objective by importing it.
 
     Raises:
@@ -111,7 +100,36 @@ def check(given: Mapping[str, Any], folder: Path) -> tuple[StudySpec, dict[str, 
     search.build_pruner(spec)
     reference = objective_code.resolve(spec.objective, folder)
     objective_code.check(reference, str(folder))
-    return spec, _facts(objective_code.read_source(reference, str(folder)), folder)
+    facts = _facts(objective_code.read_source(reference, str(folder)), folder)
+    return Checked(spec, facts, "seed" in given)
+
+
+def write(
+    url: str, checked: Checked, *, adopt: bool = False, count_existing: bool = False, accept: bool = False
+) -> Created:
+    """Write a checked definition: a new study, the same one again, or one for an Optuna study that is there (`adopt`).
+
+    Raises:
+        SpecError: the study exists with another definition; with another objective only, unless `accept`.
+        StorageError: the database cannot be reached.
+    """
+    spec, facts = checked.spec, checked.facts
+    database = open_database(url)
+    try:
+        if adopt:
+            _check_directions(studies.get(database, spec.name), spec)
+            record = studies.adopt(
+                database, spec.name, spec.to_json(), facts, spec.n_trials, count_existing=count_existing
+            )
+            return Created(record, spec, True)
+        directions = [word.upper() for word in spec.directions]
+        made = studies.create(database, spec.name, directions, spec.to_json(), facts, spec.n_trials)
+        if made is not None:
+            return Created(made, spec, True)
+        existing = studies.get(database, spec.name)
+        return Created(existing, _same_definition(existing, checked, accept), False)
+    finally:
+        database.close()
 
 
 def load_study(name: str, *, storage: str | None = None) -> optuna.Study:
@@ -157,14 +175,16 @@ def run(
     return load_study(name, storage=url)
 
 
-def plan_pool(url: str, database: Database, name: str, wanted: Any, *, accept: bool = False, max_failures: int = 8) -> Any:
+def plan_pool(
+    url: str, database: Database, name: str, wanted: Any, *, accept: bool = False, max_failures: int = 8
+) -> Any:
     """Find this machine's copy of the study's objective, and put together what a pool needs.
 
     Raises:
         StudyNotFound: there is no such study, or it has no definition.
         ObjectiveError: the objective's file is missing, or differs from the recorded one.
     """
-    from orchestrator.pool import PoolPlan
+    from orchestrator.pool import PoolPlan  # Ray: only where a pool starts
 
     record = studies.get(database, name)
     spec = spec_of(record)
@@ -220,26 +240,27 @@ def find_objective(record: StudyRecord, spec: StudySpec, *, accept: bool = False
     return found[0]
 
 
-def _same_definition(existing: StudyRecord, spec: StudySpec, facts: Mapping[str, Any], seed_given: bool) -> StudySpec:
-    """The stored definition, if the new one says the same; a seed that nobody chose is no difference."""
+def _same_definition(existing: StudyRecord, checked: Checked, accept: bool) -> StudySpec:
+    """The stored definition, if the new one says the same."""
+    spec = checked.spec
     if existing.spec is None:
         raise SpecError(
             f"there is an Optuna study {spec.name!r} already, without a definition: --adopt gives it this one"
         )
     stored = from_stored(existing.spec)
     old, new = stored.to_json(), spec.to_json()
-    if not seed_given:
+    if not checked.seed_given:
         new["seed"] = old["seed"]
     for key in old:
         if old[key] != new[key]:
             raise SpecError(
-                f"study {spec.name!r} exists with {key} = {_short(old[key])}, not {_short(new[key])}: choose another name, "
-                f"or see `orch study show {spec.name}`"
+                f"study {spec.name!r} exists with {key} = {_short(old[key])}, not {_short(new[key])}: choose another "
+                f"name, or see `orch study show {spec.name}`"
             )
-    if (existing.facts or {})["objective"]["sha256"] != facts["objective"]["sha256"]:
+    if not accept and (existing.facts or {})["objective"]["sha256"] != checked.facts["objective"]["sha256"]:
         raise SpecError(
-            f"study {spec.name!r} exists, and its objective has changed since: choose another name, or go on with the new "
-            f"one by `orch pool start {spec.name} --accept-objective`"
+            f"study {spec.name!r} exists, and its objective has changed since: choose another name, or go on with the "
+            f"new one by `orch pool start {spec.name} --accept-objective`"
         )
     return stored
 

@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from orchestrator import gpu as gpus
 from orchestrator.errors import PoolError
 from orchestrator.worker import Worker, WorkerConfig, WorkerPlace
+from storage import OrchError
 
 PLACE_TIMEOUT_S = 120
 OBJECT_STORE_BYTES = 100 * 1024 * 1024  # nothing of ours goes through it
@@ -74,10 +75,7 @@ def connect(wanted: Wanted) -> Iterator[Cluster]:
     """
     # Ray's memory monitor kills Workers for what their trainers use; usage statistics would leave the machine.
     os.environ.update(RAY_memory_monitor_refresh_ms="0", RAY_USAGE_STATS_ENABLED="0")
-    if wanted.address is None:
-        cluster = _start_private(wanted)
-    else:
-        cluster = _join(wanted)
+    cluster = _start_private(wanted) if wanted.address is None else _join(wanted)
     try:
         yield cluster
     finally:
@@ -93,7 +91,8 @@ def place(cluster: Cluster, config: WorkerConfig, names: list[str]) -> Crew:
     """
     resources = {"CPU": float(cluster.num_cpus), **({"GPU": 1.0} if cluster.gpu else {})}
     crew = Crew(names)
-    actor = ray.remote(concurrency_groups={"gang": max(1, len(names) - 1), "control": 2})(Worker)
+    groups = {"gang": max(1, len(names) - 1), "control": 2}
+    actor = ray.remote(concurrency_groups=groups)(Worker)  # type: ignore[call-overload]  # missing in Ray's stubs
     if len(names) > 1:
         here = {} if cluster.node_id is None else {f"node:{_ip_of(cluster.node_id)}": 0.001}
         crew.group = placement_group([{**resources, **here} for _ in names], strategy="PACK")
@@ -105,13 +104,16 @@ def place(cluster: Cluster, config: WorkerConfig, names: list[str]) -> Crew:
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(cluster.node_id, soft=False)
         crew.workers.append(actor.options(**options).remote(replace(config, name=name)))
     try:
-        crew.places = ray.get([worker.place.remote() for worker in crew.workers], timeout=PLACE_TIMEOUT_S)
+        crew.places = get([worker.place.remote() for worker in crew.workers], timeout_s=PLACE_TIMEOUT_S)
     except ray.exceptions.GetTimeoutError:
         crew.kill()
         raise PoolError(
             f"Ray found no room for {len(names)} Worker(s) with {resources} in {PLACE_TIMEOUT_S} s: see `ray status`, "
             "or ask for fewer"
         ) from None
+    except ray.exceptions.RayError as error:
+        crew.kill()
+        raise PoolError(f"a Worker could not start: {last_line(error)}") from error
     except Exception:
         crew.kill()
         raise
@@ -120,9 +122,32 @@ def place(cluster: Cluster, config: WorkerConfig, names: list[str]) -> Crew:
     return crew
 
 
+def get(refs: Any, timeout_s: float | None = None) -> Any:
+    """`ray.get`, except that an error of ours comes out as itself and not wrapped in Ray's traceback.
+
+    Raises:
+        OrchError: what the Worker raised.
+        ray.exceptions.RayError: the Worker is gone, or raised something unexpected.
+    """
+    try:
+        return ray.get(refs, timeout=timeout_s)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, OrchError):
+            raise error.cause from None
+        raise
+
+
+def last_line(error: Exception) -> str:
+    """The line of an error that says most: Ray's messages end in the cause."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
+
+
 def _start_private(wanted: Wanted) -> Cluster:
     if wanted.all_nodes:
-        raise PoolError("--all-nodes covers a Ray cluster: give its --address too (`--address auto` on one of its nodes)")
+        raise PoolError(
+            "--all-nodes covers a Ray cluster: give its --address too (`--address auto` on one of its nodes)"
+        )
     chosen: list[gpus.Gpu] = []
     if wanted.cpu is None:
         free = gpus.free_gpus()
@@ -133,21 +158,25 @@ def _start_private(wanted: Wanted) -> Cluster:
     n_workers = wanted.cpu if wanted.cpu is not None else len(chosen)
     num_cpus = wanted.cpus_per_worker or max(1, (os.cpu_count() or 1) // n_workers)
     # `address="local"`: without it ray.init() joins whatever RAY_ADDRESS or an old session file names.
-    ray.init(
+    _init(
         address="local",
         num_cpus=num_cpus * n_workers,
         num_gpus=len(chosen),
         object_store_memory=OBJECT_STORE_BYTES,
         include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
     )
     return Cluster(n_workers, num_cpus, wanted.cpu is None, None)
 
 
+def _init(**arguments: Any) -> None:
+    # Ray puts the working folder first on its Workers' sys.path, where a user's storage.py would take our place.
+    with contextlib.chdir("/"):
+        ray.init(log_to_driver=False, logging_level=logging.ERROR, **arguments)
+
+
 def _join(wanted: Wanted) -> Cluster:
     try:
-        ray.init(address=wanted.address, log_to_driver=False, logging_level=logging.ERROR)
+        _init(address=wanted.address)
     except Exception as error:  # ConnectionError, ValueError, RuntimeError: Ray's own words are the best there are
         said = str(error).strip().splitlines() or [type(error).__name__]
         raise PoolError(f"cannot join the Ray cluster at {wanted.address}: {said[0]}") from None

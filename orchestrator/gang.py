@@ -108,7 +108,7 @@ class Gang:
             while len(self._outcomes) < self._job["world_size"]:
                 failed = any(outcome.failed for outcome in self._outcomes.values())
                 left = min(deadline - time.monotonic(), FIRST_CAUSE_S if failed else COMPLETE_GRACE_S)
-                if left <= 0 or not self._changed.wait(left) and failed:
+                if left <= 0 or (not self._changed.wait(left) and failed):
                     return
 
     def _stop_members(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import subprocess
@@ -48,11 +49,32 @@ class Nursery:
     def start(self) -> None:
         """Start the process, in a session of its own; importing torch takes some seconds, which are not waited for."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "orchestrator.nursery", str(theirs.fileno()), self._setup]
+        command = [sys.executable, "-P", "-m", "orchestrator.nursery", str(theirs.fileno()), self._setup]
         with theirs:
             # The process forks and leaves at once: what stays is a child of nobody (see orchestrator.nursery).
             subprocess.run(command, env=self._environment(), pass_fds=[theirs.fileno()], check=True)
         self._control, self._ready = ours, False
+
+    def wait(self) -> socket.socket:
+        """Wait until trainers can be forked; a nursery that died is started again.
+
+        Raises:
+            PoolError: it cannot be started.
+        """
+        if self._control is None:
+            self.start()
+            assert self._control is not None
+        if not self._ready:
+            self._control.settimeout(START_TIMEOUT_S)
+            try:
+                event = self.event()
+            except TimeoutError:
+                event = None
+            if event is None or self._control is None:
+                raise PoolError("the trainers' parent process could not start: run `orch doctor` on this machine")
+            self._control.settimeout(None)
+            self.cold, self._ready = event["cold"], True
+        return self._control
 
     def launch(self) -> Trainer:
         """Fork a trainer that waits for its job.
@@ -60,9 +82,7 @@ class Nursery:
         Raises:
             PoolError: the nursery cannot be started.
         """
-        if self._control is None:
-            self.start()
-        control = self._wait_until_ready()
+        control = self.wait()
         ours, theirs = socket.socketpair()
         with theirs:
             socket.send_fds(control, [b'{"do": "start"}'], [theirs.fileno()])
@@ -97,20 +117,6 @@ class Nursery:
         if self._control is not None:
             self._control.close()
             self._control = None
-
-    def _wait_until_ready(self) -> socket.socket:
-        assert self._control is not None
-        if not self._ready:
-            self._control.settimeout(START_TIMEOUT_S)
-            try:
-                event = self.event()
-            except TimeoutError:
-                event = None
-            if event is None or self._control is None:
-                raise PoolError("the trainers' parent process could not start: run `orch doctor` on this machine")
-            self._control.settimeout(None)
-            self.cold, self._ready = event["cold"], True
-        return self._control
 
     def _environment(self) -> dict[str, str]:
         environment = without_secrets()
@@ -149,10 +155,8 @@ class Trainer:
 
     def release(self) -> None:
         """Let the trainer leave: the answer to its last message."""
-        try:
+        with contextlib.suppress(OSError):  # it is gone already
             self._channel.send({"ok": None})
-        except OSError:
-            pass  # it is gone already
 
     def bury(self) -> None:
         """Wait until the trainer and all it started are gone, and kill what lingers."""

@@ -27,7 +27,7 @@ class TrialLeader:
     def __init__(self, study: optuna.Study, database: Database, spec: StudySpec, taken: Taken) -> None:
         self._database = database
         self._spec = spec
-        self._taken = taken
+        self.taken = taken
         self._study = study
         self._study._thread_local.cached_all_trials = None
         self._trial = optuna.Trial(study, taken.trial_id)
@@ -44,11 +44,6 @@ class TrialLeader:
     def frozen(self) -> FrozenTrial:
         """The trial as this process has seen it: parameters and reports so far."""
         return self._trial._cached_frozen_trial
-
-    @property
-    def study_id(self) -> int:
-        """Optuna's id of the study."""
-        return int(self._study._study_id)
 
     def job(self) -> dict[str, Any]:
         """What a trainer must know of the trial itself."""
@@ -134,7 +129,7 @@ class TrialLeader:
         if last is None or (self._spec.max_steps is not None and last >= self._spec.max_steps):
             return False  # it has used its whole budget: complete, never pruned by its last report
         try:
-            return self._trial.should_prune()
+            return bool(self._trial.should_prune())  # some pruners answer with numpy.bool
         except NotImplementedError as error:
             raise _Refusal(str(error)) from None
 
@@ -145,7 +140,7 @@ class TrialLeader:
         self._trial.set_constraint(key, value)
 
     def _op_checkpoint(self, rank: int, step: int, path: str) -> None:
-        if not attempts.record_checkpoint(self._database, self._taken.token, step, path):
+        if not attempts.record_checkpoint(self._database, self.taken.token, step, path):
             raise UpdateFinishedTrialError
 
     def _op_rendezvous_open(self, rank: int, port: int) -> None:
@@ -163,7 +158,9 @@ class TrialLeader:
         if what == "user_attrs":
             return self._study.user_attrs
         try:
-            return {"best_value": lambda: self._study.best_value, "best_params": lambda: self._study.best_params}[what]()
+            return {"best_value": lambda: self._study.best_value, "best_params": lambda: self._study.best_params}[
+                what
+            ]()
         except (ValueError, RuntimeError) as error:  # no trial is complete; several objectives
             raise _Refusal(str(error), "ValueError") from None
 

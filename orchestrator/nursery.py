@@ -89,7 +89,7 @@ def _preload_objective(reference: str, folder: str) -> str | None:
 def _begin_again(reason: str) -> NoReturn:
     """A process that holds CUDA or threads must not be forked: start over, this time without the objective."""
     setup = json.dumps({**json.loads(sys.argv[2]), "cold": reason})
-    os.execv(sys.executable, [sys.executable, "-m", "orchestrator.nursery", sys.argv[1], setup])
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "orchestrator.nursery", sys.argv[1], setup])
 
 
 def _threads() -> int:
@@ -101,7 +101,7 @@ def _serve(control: socket.socket) -> None:
     trainer: int | None = None
     pidfd = -1
     while True:
-        waiting = [control] if trainer is None else [control, pidfd]
+        waiting: list[Any] = [control] if trainer is None else [control, pidfd]
         ready, _, _ = select.select(waiting, [], [])
         if pidfd in ready and trainer is not None:
             status = _bury(trainer)

@@ -90,7 +90,7 @@ def load(reference: str, folder: str) -> Callable[[Any], Any]:
         raise ObjectiveError(f"{where} has no function {function!r}") from None
     if not callable(found):
         raise ObjectiveError(f"{function!r} in {where} is not a function")
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def read_source(reference: str, folder: str) -> Source:
@@ -124,7 +124,8 @@ def check(reference: str, folder: str) -> None:
         ObjectiveError: what is wrong with it.
     """
     _refuse_unsafe_choices(read_source(reference, folder))
-    command = [sys.executable, "-m", "orchestrator.objective", reference, folder]
+    # -P: the working folder stays off sys.path, where a user's storage.py would take the place of ours.
+    command = [sys.executable, "-P", "-m", "orchestrator.objective", reference, folder]
     try:
         done = subprocess.run(
             command, env=without_secrets(), capture_output=True, text=True, timeout=CHECK_TIMEOUT_S, check=False
@@ -174,7 +175,7 @@ def _look_in(folder: str) -> None:
 
 
 def _refuse_unsafe_choices(source: Source) -> None:
-    """Find choices written as tuples or lists: the database gives them back as lists, and the study breaks (optuna#2328)."""
+    """Find choices written as tuples or lists: they come back from the database as lists (optuna#2328)."""
     try:
         tree = ast.parse(source.text)
     except SyntaxError as error:
@@ -188,8 +189,8 @@ def _refuse_unsafe_choices(source: Source) -> None:
                 if isinstance(choice, ast.List | ast.Tuple | ast.Dict | ast.Set):
                     raise ObjectiveError(
                         f"{source.path}, line {choice.lineno}: the choice {ast.unparse(choice)} is a "
-                        f"{type(choice).__name__.lower()}; choices can only be None, bool, int, float or str: suggest a "
-                        "name, and look the value up in a dict"
+                        f"{type(choice).__name__.lower()}; choices can only be None, bool, int, float or str: suggest "
+                        "a name, and look the value up in a dict"
                     )
 
 

@@ -9,25 +9,25 @@ import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import ray
 
 from orchestrator import process
-from orchestrator.cluster import Cluster, Crew, Wanted, connect, place
+from orchestrator.cluster import Cluster, Crew, Wanted, connect, get, last_line, place
 from orchestrator.errors import PoolError
+from orchestrator.files import checkpoint_root, log_root
 from orchestrator.objective import Source
 from orchestrator.progress import Progress, Standing
 from orchestrator.spec import StudySpec
 from orchestrator.worker import WorkerConfig
 from storage import Database, OrchError, attempts, studies
-from storage.paths import orch_home
 from storage.studies import StudyRecord
 
 POLL_S = 0.2
 COUNTS_S = 1.0
+STOP_GRACE_S = 10.0  # to give running trials back, when the pool ends by an error
 MAX_RESPAWNS = 3  # of one gang, in a row, without a settled trial between
 
 
@@ -116,6 +116,7 @@ class _Pool:
         self._failures = 0
         self._first_failure: str | None = None
         self._heeded = 0
+        self._told_cold = False
         self._counted_at = 0.0
 
     def run(self) -> str:
@@ -123,8 +124,9 @@ class _Pool:
         size = self._plan.spec.gpus_per_trial
         n_gangs, left = divmod(self._cluster.n_workers, size)
         if n_gangs == 0:
-            raise PoolError(f"a trial of this study takes {size} Workers (gpus_per_trial), the pool has "
-                            f"{self._cluster.n_workers}")
+            raise PoolError(
+                f"a trial of this study takes {size} Workers (gpus_per_trial), the pool has {self._cluster.n_workers}"
+            )
         if left:
             self._progress.say(f"{left} of {self._cluster.n_workers} Workers stay idle: a trial takes {size}")
         label = f"{socket.gethostname()}-{os.getpid()}"
@@ -141,9 +143,14 @@ class _Pool:
         return "done" if "done" in reasons and "halted" not in reasons else reasons[-1]
 
     def close(self) -> None:
-        """End what is left of the gangs."""
+        """End what is left of the gangs; their trials go back to the study at once."""
+        for crew in self._crews.values():
+            crew.leader.stop.remote()
+        if self._crews:
+            ray.wait(list(self._crews), num_returns=len(self._crews), timeout=STOP_GRACE_S)
         for crew in self._crews.values():
             crew.kill()
+            self._give_back(crew, "drained", None)
 
     def _device(self) -> str:
         return "one GPU each" if self._cluster.gpu else f"CPU, {self._cluster.num_cpus} core(s) each"
@@ -158,8 +165,8 @@ class _Pool:
             sha256=plan.source.sha256,
             gpu=self._cluster.gpu,
             num_cpus=self._cluster.num_cpus,
-            checkpoint_root=str(Path(orch_home(), "checkpoints")),
-            log_root=str(Path(orch_home(), "logs")),
+            checkpoint_root=str(checkpoint_root()),
+            log_root=str(log_root()),
         )
         crew = place(self._cluster, config, names)
         # The URL travels as an argument of this one call: never in argv, runtime_env, names or logs.
@@ -177,7 +184,7 @@ class _Pool:
             return None
         crew = self._crews.pop(ended[0])
         try:
-            reason: str = ray.get(ended[0])
+            reason: str = get(ended[0])
         except OrchError:
             crew.kill()
             raise
@@ -218,6 +225,9 @@ class _Pool:
 
     def _note(self, status: dict[str, Any]) -> None:
         """Print transitions, and stop the pool when trial after trial fails."""
+        if status["cold"] and not self._told_cold:
+            self._told_cold = True
+            self._progress.say(f"trials start slower, importing the objective each time: {status['cold']}")
         for event in status["events"]:
             self._progress.event(event)
             if event["event"] != "settled":
@@ -241,12 +251,15 @@ class _Pool:
     def _replace(self, crew: Crew, error: Exception) -> None:
         """A Worker died: give its trial back at once, and start its gang again."""
         crew.kill()
-        for attempt in attempts.open_of_study(self._database, self._plan.study.study_id):
-            if attempt.worker in crew.names:
-                attempts.give_back(self._database, attempt.token, "lost", error=str(error).strip().splitlines()[0])
-        said = str(error).strip().splitlines()[0]
+        said = last_line(error)
+        self._give_back(crew, "lost", said)
         deaths = self._respawns[crew.names[0]] = self._respawns.get(crew.names[0], 0) + 1
         if deaths > MAX_RESPAWNS:
             raise PoolError(f"Worker {crew.names[0]} died {deaths} times in a row; the last time: {said}")
         self._progress.say(f"Worker {crew.names[0]} died and is started again: {said}")
         self._start(crew.names)
+
+    def _give_back(self, crew: Crew, reason: str, error: str | None) -> None:
+        for attempt in attempts.open_of_study(self._database, self._plan.study.study_id):
+            if attempt.worker in crew.names:
+                attempts.give_back(self._database, attempt.token, reason, error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import math
 import os
@@ -162,10 +163,8 @@ def parse_pairs(pairs: Iterable[str]) -> dict[str, Any]:
             raise SpecError(f"the value of {pair!r} cannot be read: quote it") from None
         # YAML 1.1 takes 1e-3 for a string; nobody who types it means one.
         if isinstance(value, str):
-            try:
+            with contextlib.suppress(ValueError):
                 value = float(value)
-            except ValueError:
-                pass
         found[key.strip()] = value
     return found
 

@@ -19,7 +19,7 @@ import optuna
 
 from objectives.checkpoint import Checkpoint
 from orchestrator import objective as objective_code
-from orchestrator.trial import Leader, Refused, Trial
+from orchestrator.trial import Asks, Leader, Refused, Trial
 from orchestrator.wire import Channel
 
 # A collective that takes longer than this has lost a rank; the longest legitimate wait is one rank's evaluation.
@@ -34,15 +34,19 @@ def main(sock: socket.socket) -> None:
         return
     _redirect_output(Path(job["log_path"]), job["rank"])
     leader = Leader(channel)
-    outcome = _run(job, leader)
+    outcome = run(job, leader)
     sys.stdout.flush()
     sys.stderr.flush()
     # The answer comes when every rank has said how it ended: until then rank 0 keeps the rendezvous open for the rest.
     leader.ask("outcome", **outcome)
 
 
-def _run(job: dict[str, Any], leader: Leader) -> dict[str, Any]:
-    """Call the objective, and put into words how it ended."""
+def run(job: dict[str, Any], leader: Asks) -> dict[str, Any]:
+    """Call the objective, and put into words how it ended.
+
+    Raises:
+        KeyboardInterrupt: somebody debugs it in the foreground, and had enough.
+    """
     try:
         _prepare(job, leader)
         function = objective_code.load(job["objective"], job["folder"])
@@ -52,13 +56,15 @@ def _run(job: dict[str, Any], leader: Leader) -> dict[str, Any]:
         return {"kind": "pruned"}
     except Refused as error:
         return {"kind": "refused", "error": str(error)}
+    except KeyboardInterrupt:
+        raise
     except BaseException as error:
         text = _traceback(error)
         print(text, file=sys.stderr)
         return {"kind": "oom" if _is_out_of_memory(error) else "error", "error": text}
 
 
-def _build_trial(job: dict[str, Any], leader: Leader) -> Trial:
+def _build_trial(job: dict[str, Any], leader: Asks) -> Trial:
     checkpoint = Checkpoint(
         Path(job["checkpoint_folder"]),
         resume=None if job["resume"] is None else Path(job["resume"]),
@@ -83,7 +89,7 @@ def _device_of(job: dict[str, Any]) -> Callable[[], str]:
     return device
 
 
-def _prepare(job: dict[str, Any], leader: Leader) -> None:
+def _prepare(job: dict[str, Any], leader: Asks) -> None:
     """Seeds, threads, and the process group of a trial with several ranks."""
     import numpy as np
     import torch
@@ -98,16 +104,17 @@ def _prepare(job: dict[str, Any], leader: Leader) -> None:
         _join_process_group(job, leader)
 
 
-def _join_process_group(job: dict[str, Any], leader: Leader) -> None:
+def _join_process_group(job: dict[str, Any], leader: Asks) -> None:
     """Meet the other ranks at a port that rank 0 lets the system choose, so that no two trials can collide."""
     import torch.distributed as dist
+    from torch._C._distributed_c10d import TCPStore  # torch.distributed's, which its stubs do not export
 
     rank, world_size, host = job["rank"], job["world_size"], job["master_host"]
     if rank == 0:
-        store = dist.TCPStore(host, 0, world_size, is_master=True, wait_for_workers=False)
+        store = TCPStore(host, 0, world_size, is_master=True, wait_for_workers=False)
         leader.ask("rendezvous_open", port=store.port)
     else:
-        store = dist.TCPStore(host, leader.ask("rendezvous"), world_size, is_master=False)
+        store = TCPStore(host, leader.ask("rendezvous"), world_size, is_master=False)
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0", MASTER_ADDR=host, MASTER_PORT=str(store.port)
     )

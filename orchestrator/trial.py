@@ -6,7 +6,7 @@ import json
 import threading
 from collections.abc import Callable, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import optuna
 from optuna.distributions import (
@@ -19,7 +19,7 @@ from optuna.distributions import (
 )
 from optuna.trial import BaseTrial
 
-from orchestrator.wire import Channel
+from orchestrator.wire import Channel, Message
 
 if TYPE_CHECKING:
     from objectives.contract import Checkpoint
@@ -31,6 +31,13 @@ class Refused(Exception):
 
 # What an answer's error becomes in the objective; anything else is a Refused.
 ERRORS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError, "KeyError": KeyError}
+
+
+class Asks(Protocol):
+    """Whoever carries a rank's questions to the leader."""
+
+    def ask(self, op: str, **arguments: Any) -> Any:
+        """Ask, and wait for the answer."""
 
 
 class Leader:
@@ -52,9 +59,14 @@ class Leader:
             answer = self._channel.receive()
         if answer is None:
             raise SystemExit("the Worker is gone")
-        if "error" in answer:
-            raise ERRORS.get(answer["error"], Refused)(answer["message"])
-        return answer["ok"]
+        return read_answer(answer)
+
+
+def read_answer(answer: Message) -> Any:
+    """What an answer says, or the exception that it names."""
+    if "error" in answer:
+        raise ERRORS.get(answer["error"], Refused)(answer["message"])
+    return answer["ok"]
 
 
 class Trial(BaseTrial):
@@ -66,7 +78,7 @@ class Trial(BaseTrial):
 
     def __init__(
         self,
-        leader: Leader,
+        leader: Asks,
         job: dict[str, Any],
         checkpoint: Checkpoint,
         device: Callable[[], str],
@@ -122,8 +134,8 @@ class Trial(BaseTrial):
         for choice in choices:
             if not isinstance(choice, None.__class__ | bool | int | float | str):
                 raise Refused(
-                    f"parameter {name!r}: the choice {choice!r} is a {type(choice).__name__}; choices can only be None, "
-                    "bool, int, float or str: suggest a name, and look the value up in a dict"
+                    f"parameter {name!r}: the choice {choice!r} is a {type(choice).__name__}; choices can only be "
+                    "None, bool, int, float or str: suggest a name, and look the value up in a dict"
                 )
         return self._suggest(name, CategoricalDistribution(tuple(choices)))
 
@@ -239,7 +251,7 @@ class Trial(BaseTrial):
 class StudyView:
     """What an objective may know of its study, and do to it: the rest of Optuna's Study lives with the leader."""
 
-    def __init__(self, leader: Leader, job: dict[str, Any]) -> None:
+    def __init__(self, leader: Asks, job: dict[str, Any]) -> None:
         self._leader = leader
         self.study_name: str = job["study_name"]
         self.directions = [optuna.study.StudyDirection[name] for name in job["directions"]]
@@ -276,6 +288,6 @@ class StudyView:
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
-            f"trial.study.{name} is not available while training: a trial can see study_name, direction(s), user_attrs, "
-            "best_value and best_params, and call set_user_attr() and stop()"
+            f"trial.study.{name} is not available while training: a trial can see study_name, direction(s), "
+            "user_attrs, best_value and best_params, and call set_user_attr() and stop()"
         )

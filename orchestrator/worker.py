@@ -9,27 +9,22 @@ import os
 import socket
 import threading
 import time
-import uuid
 from collections import deque
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, Any
 
-import optuna
 import ray
-from optuna.trial import TrialState
+from sqlalchemy.exc import NoResultFound
 
-import storage
 from orchestrator import gpu as gpus
 from orchestrator import objective as objective_code
-from orchestrator import process, search
+from orchestrator import process
 from orchestrator.errors import ObjectiveError, PoolError
 from orchestrator.gang import Gang
 from orchestrator.launcher import Nursery, Outcome, Trainer
-from orchestrator.leader import TrialLeader, after_trial
-from orchestrator.spec import StudySpec, from_stored
-from storage import attempts, studies
-from storage.attempts import NotTaken, Taken
+from orchestrator.leader import TrialLeader
+from orchestrator.session import Machine, StudySession
+from storage.attempts import NotTaken, Owner
 from storage.errors import StudyNotFound
 
 BUSY_POLL_S = 0.2  # the rest of the budget is with other Workers: one of them may give it back
@@ -60,17 +55,6 @@ class WorkerPlace:
     gpu: str | None
 
 
-# How an outcome ends the trial: Optuna's state, and the attempt's end_reason.
-ENDINGS = {
-    "complete": (TrialState.COMPLETE, "done"),
-    "pruned": (TrialState.PRUNED, "pruned"),
-    "error": (TrialState.FAIL, "error"),
-    "refused": (TrialState.FAIL, "error"),
-    "oom": (TrialState.FAIL, "oom"),
-    "crash": (TrialState.FAIL, "crash"),
-}
-
-
 class Worker:
     """Made a Ray actor by the pool, with the concurrency groups ``gang`` and ``control``."""
 
@@ -87,7 +71,7 @@ class Worker:
         self._draining = threading.Event()
         self._halting = threading.Event()
         self._events: deque[dict[str, Any]] = deque()
-        self._running: tuple[int, float, TrialLeader] | None = None
+        self._running: tuple[TrialLeader, float] | None = None
 
     def place(self) -> WorkerPlace:
         """Take the GPU, check the objective's file, start the nursery; returns where this is.
@@ -119,131 +103,55 @@ class Worker:
             StudyNotFound: the study was deleted.
             ObjectiveError: the objective does something that no trial of this study can survive.
         """
-        database = storage.open_database(url)
-        record = studies.get(database, self._config.study)
-        if record.spec is None:
-            raise StudyNotFound(f"study {record.name!r} has no definition: `orch study create {record.name} --adopt`")
-        spec = from_stored(record.spec)
-        study = optuna.load_study(
-            study_name=record.name,
-            storage=storage.open_storage(url),
-            sampler=search.build_sampler(spec),
-            pruner=search.build_pruner(spec),
-        )
+        session = StudySession(url, self._config.study)
+        self._nursery.wait()
         try:
-            return self._loop(database, study, spec)
-        except KeyError:
+            return self._loop(session)
+        except (KeyError, NoResultFound):
             # Optuna's storage says so of a row that is gone.
-            if studies.find(database, self._config.study) is None:
-                raise StudyNotFound(f"study {record.name!r} was deleted while it ran") from None
-            raise
+            if session.exists():
+                raise
+            raise StudyNotFound(f"study {self._config.study!r} was deleted while the pool ran") from None
         finally:
-            database.close()
+            session.close()
 
-    def _loop(self, database: storage.Database, study: optuna.Study, spec: StudySpec) -> str:
+    def _loop(self, session: StudySession) -> str:
+        owner = Owner(self._config.name, self._host, os.getpid(), process.identity() or "", self._gpu_ids())
         while not self._draining.is_set():
-            taken = self._take(database, study)
-            if taken is NotTaken.BUSY:
+            leader = session.take(owner, self._config.log_root)
+            if leader is NotTaken.BUSY:
                 self._draining.wait(BUSY_POLL_S)
-            elif isinstance(taken, NotTaken):
-                return taken.name.lower()
+            elif isinstance(leader, NotTaken):
+                return leader.name.lower()
             else:
-                study.sampler = search.build_sampler(spec, taken.number)
-                leader = TrialLeader(study, database, spec, taken)
-                outcome = self._run(leader, spec, taken)
-                self._settle(database, study, leader, taken, outcome)
+                started = time.monotonic()
+                outcome = self._run(session, leader)
+                event = session.settle(leader, outcome)
+                self._events.append({**event, "worker": self._config.name, "duration_s": time.monotonic() - started})
+                if outcome.kind == "refused":
+                    raise ObjectiveError(f"trial {leader.taken.number} of {session.name!r}: {outcome.error}")
         return "halted" if self._halting.is_set() else "drained"
 
-    def _take(self, database: storage.Database, study: optuna.Study) -> Taken | NotTaken:
-        owner = attempts.Owner(
-            self._config.name, self._host, os.getpid(), process.identity() or "", tuple(map(str, ray.get_gpu_ids()))
-        )
-        token = uuid.uuid4()
-        folder = Path(self._config.log_root, f"study-{study._study_id}")
-        return attempts.take(
-            database,
-            study._study_id,
-            owner,
-            token,
-            lambda number: str(folder / f"trial-{number:06d}" / f"attempt-{token.hex[:8]}"),
-        )
-
-    def _run(self, leader: TrialLeader, spec: StudySpec, taken: Taken) -> Outcome:
-        """Train the trial on all ranks of the gang."""
-        self._gang = Gang(leader, self._job(leader, spec, taken), self._members)
-        self._running = (taken.number, time.monotonic(), leader)
-        self._tell("started", taken.number)
-        if self._halting.is_set():
+    def _run(self, session: StudySession, leader: TrialLeader) -> Outcome:
+        """Train a trial on all ranks of the gang."""
+        config = self._config
+        job = session.job(leader, config.objective, config.folder, config.checkpoint_root)
+        job |= {"world_size": 1 + len(self._members), **self._machine().job(leader.taken.token)}
+        self._gang = Gang(leader, job, self._members)
+        self._running = (leader, time.monotonic())
+        if self._halting.is_set():  # told so before there was a gang to stop
             self._gang.stop()
         try:
             return self._gang.run(self._nursery)
         finally:
-            self._gang = None
+            self._gang = self._running = None
 
-    def _job(self, leader: TrialLeader, spec: StudySpec, taken: Taken) -> dict[str, Any]:
-        study_folder = Path(self._config.checkpoint_root, f"study-{leader.study_id}")
-        return {
-            **leader.job(),
-            "token": taken.token,
-            "objective": self._config.objective,
-            "folder": self._config.folder,
-            "settings": spec.settings,
-            "seed": search.seed_of(spec, taken.number, "trial"),
-            "world_size": 1 + len(self._members),
-            "master_host": self._master_host,
-            "checkpoint_folder": str(study_folder / f"trial-{taken.number:06d}" / f"attempt-{taken.token[:8]}"),
-            "resume": taken.checkpoint_path,
-            "log_path": taken.log_path,
-            **self._machine(taken.token),
-        }
+    def _machine(self) -> Machine:
+        gpu = ",".join(self._gpu_ids()) if self._config.gpu else None
+        return Machine(self._host, gpu, self._config.num_cpus, self._master_host)
 
-    def _machine(self, token: str) -> dict[str, Any]:
-        """What a job says of the machine a rank runs on."""
-        environment = {"ORCH_ATTEMPT": token}
-        if self._master_host == "127.0.0.1":
-            # gloo would look the machine's name up, which need not resolve.
-            environment["GLOO_SOCKET_IFNAME"] = "lo"
-        return {
-            "host": self._host,
-            "gpu": ",".join(map(str, ray.get_gpu_ids())) if self._config.gpu else None,
-            "num_cpus": self._config.num_cpus,
-            "environment": environment,
-        }
-
-    def _settle(
-        self, database: storage.Database, study: optuna.Study, leader: TrialLeader, taken: Taken, outcome: Outcome
-    ) -> None:
-        """Write how the trial ended: one transaction, and one event for the pool."""
-        trial, number = leader.frozen, taken.number
-        started = self._running[1] if self._running else time.monotonic()
-        self._running = None
-        if outcome.kind in ("stopped", "cancelled"):
-            attempts.give_back(database, taken.token, "drained" if outcome.kind == "stopped" else "cancelled")
-            self._tell("given_back" if outcome.kind == "stopped" else "cancelled", number)
-            return
-        state, reason = ENDINGS[outcome.kind]
-        values: list[float] | None = list(outcome.values) or None
-        if leader.saw_nan or any(value != value for value in outcome.values):
-            state, reason, values = TrialState.PRUNED, "nan", None
-        if state is TrialState.PRUNED and reason == "pruned" and trial.last_step is not None:
-            values = [trial.intermediate_values[trial.last_step]]  # as Optuna's own tell does
-        after_trial(study, trial, state, values)
-        if not attempts.settle(database, taken.token, state.name, values, reason, outcome.error):
-            self._tell("cancelled", number)
-            return
-        self._tell(
-            "settled",
-            number,
-            state=state.name,
-            reason=reason,
-            value=values[0] if values else None,
-            steps=len(trial.intermediate_values),
-            duration_s=time.monotonic() - started,
-            error=outcome.error,
-            log_path=str(Path(taken.log_path, f"rank{outcome.rank}.log")),
-        )
-        if outcome.kind == "refused":
-            raise ObjectiveError(f"trial {number} of {study.study_name!r}: {outcome.error}")
+    def _gpu_ids(self) -> tuple[str, ...]:
+        return tuple(str(gpu) for gpu in ray.get_gpu_ids())
 
     # -- a member's part -----------------------------------------------------------------------------------------
 
@@ -256,8 +164,8 @@ class Worker:
             trainer.stop()
         try:
             outcome = trainer.serve(
-                {**job, **self._machine(token)},
-                lambda message: ray.get(leader.answer.remote(token, rank, message)),  # type: ignore[no-any-return]
+                {**job, **self._machine().job(token), "master_host": job["master_host"]},
+                lambda message: ray.get(leader.answer.remote(token, rank, message)),
             )
             # The trainer lives on until the leader knows, or its peers' broken connections would be the first news.
             ray.get(leader.rank_ended.remote(token, rank, outcome))
@@ -313,13 +221,11 @@ class Worker:
             events.append(self._events.popleft())
         status: dict[str, Any] = {"worker": self._config.name, "events": events, "cold": self._nursery.cold}
         if running is not None:
-            number, since, leader = running
+            leader, since = running
             step, value = leader.last_report or (None, None)
-            status |= {"trial": number, "step": step, "value": value, "running_s": time.monotonic() - since}
+            status |= {"trial": leader.taken.number, "step": step, "value": value}
+            status["running_s"] = time.monotonic() - since
         return status
-
-    def _tell(self, kind: str, number: int, **detail: Any) -> None:
-        self._events.append({"event": kind, "trial": number, "worker": self._config.name, **detail})
 
     def _take_gpu(self) -> str:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")

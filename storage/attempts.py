@@ -83,20 +83,24 @@ def take(
         StudyNotFound: the study, or its definition, is gone.
     """
     with database.transaction() as tx:
-        key = {"study_id": study_id, "token": str(token)}
+        key: dict[str, Any] = {"study_id": study_id, "token": str(token)}
         control = tx.one(SQL["control"], key) if tx.one(SQL["lock_study"], key) else None
         if control is None:
             raise StudyNotFound("the study was deleted")
-        found = tx.one(SQL["find_attempt"], key)
-        if found is None:
-            found = _next_trial(tx, key, control)
-            if isinstance(found, NotTaken):
-                return found
-            gpus = list(owner.gpus)
-            opened = {**vars(owner), "gpus": gpus, "token": str(token), "log_path": log_path(found["number"])}
-            tx.run(SQL["open_attempt"], {**opened, "trial_id": found["trial_id"]})
-        last = tx.one(SQL["last_checkpoint"], found) or {"checkpoint_step": None, "checkpoint_path": None}
-        return Taken(str(token), found["trial_id"], found["number"], log_path(found["number"]), **last)
+        again = tx.one(SQL["find_attempt"], key)
+        if again is not None:
+            return _taken(tx, key["token"], again, log_path)
+        trial = _next_trial(tx, key, control)
+        if isinstance(trial, NotTaken):
+            return trial
+        lease = {**vars(owner), "gpus": list(owner.gpus), **key, **trial, "log_path": log_path(trial["number"])}
+        tx.run(SQL["open_attempt"], lease)
+        return _taken(tx, key["token"], trial, log_path)
+
+
+def _taken(tx: Transaction, token: str, trial: dict[str, Any], log_path: Callable[[int], str]) -> Taken:
+    last = tx.one(SQL["last_checkpoint"], trial) or {"checkpoint_step": None, "checkpoint_path": None}
+    return Taken(token, trial["trial_id"], trial["number"], log_path(trial["number"]), **last)
 
 
 def _next_trial(tx: Transaction, key: dict[str, Any], control: dict[str, Any]) -> dict[str, Any] | NotTaken:

@@ -114,7 +114,11 @@ def open_storage(url: str) -> RDBStorage:
     try:
         return RDBStorage(
             sqlalchemy_url(url),
-            engine_kwargs={"pool_size": 2, "pool_pre_ping": True, "connect_args": {"connect_timeout": CONNECT_TIMEOUT_S}},
+            engine_kwargs={
+                "pool_size": 2,
+                "pool_pre_ping": True,
+                "connect_args": {"connect_timeout": CONNECT_TIMEOUT_S},
+            },
         )
     except StorageError:
         raise
@@ -135,7 +139,9 @@ def open_database(url: str) -> Database:
     if version is None or version < newest:
         _build_schema(database)
     elif version > newest:
-        raise StorageError(f"the database has schema orch {version}, newer than this orch knows ({newest}): upgrade orch")
+        raise StorageError(
+            f"the database has schema orch {version}, newer than this orch knows ({newest}): upgrade orch"
+        )
     return database
 
 

@@ -114,25 +114,28 @@ def initialise(programs: Path, user: pwd.struct_passwd, pg: Path, password: str)
     as its system user. The password goes through stdin, so that no argument, file or log ever holds it.
 
     Raises:
-        EmbeddedServerError: initdb failed; with its last words.
+        EmbeddedServerError: initdb failed; with its first error.
     """
     for leftover in pg.glob("data.new-*"):
         shutil.rmtree(leftover, ignore_errors=True)
     # A name of its own: an initdb whose starter was killed may still be writing to the last one.
     fresh = pg / f"data.new-{secrets.token_hex(4)}"
-    made = run(
-        [programs / "initdb", "-D", fresh, "--username=postgres", "--auth=reject", "--encoding=UTF8", "--locale=C"],
-        user,
-    )
-    if made.returncode != 0:
-        raise EmbeddedServerError(f"cannot make the database in {pg}: {_last_words(made.stderr or made.stdout)}")
-    quoted = password.replace("'", "''")
-    sql = f"CREATE ROLE {ROLE} LOGIN CREATEDB PASSWORD '{quoted}';\nCREATE DATABASE {DATABASE} OWNER {ROLE};\n"
-    done = run([programs / "postgres", "--single", "-D", fresh, "postgres"], user, sql)
-    if done.returncode != 0 or re.search("ERROR|FATAL|PANIC", done.stderr):
-        said = _last_words(done.stderr).replace(password, "***")
-        raise EmbeddedServerError(f"cannot make the database in {pg}: {said}")
-    fresh.rename(pg / "data")
+    try:
+        made = run(
+            [programs / "initdb", "-D", fresh, "--username=postgres", "--auth=reject", "--encoding=UTF8", "--locale=C"],
+            user,
+        )
+        if made.returncode != 0:
+            raise EmbeddedServerError(f"cannot make the database in {pg}: {_cause(made.stderr or made.stdout)}")
+        quoted = password.replace("'", "''")
+        sql = f"CREATE ROLE {ROLE} LOGIN CREATEDB PASSWORD '{quoted}';\nCREATE DATABASE {DATABASE} OWNER {ROLE};\n"
+        done = run([programs / "postgres", "--single", "-D", fresh, "postgres"], user, sql)
+        if done.returncode != 0 or re.search("ERROR|FATAL|PANIC", done.stderr):
+            said = _cause(done.stderr).replace(password, "***")
+            raise EmbeddedServerError(f"cannot make the database in {pg}: {said}")
+        fresh.rename(pg / "data")
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)  # it is there only if something failed, perhaps for want of space
 
 
 def postmaster(data: Path) -> Postmaster | None:
@@ -155,7 +158,7 @@ def start(programs: Path, user: pwd.struct_passwd, pg: Path, config: Path) -> No
     """Start the server, which must not be running, in a session of its own; wait until it takes connections.
 
     Raises:
-        EmbeddedServerError: it did not start; with the last words of its log.
+        EmbeddedServerError: it did not start; with the first error in its log.
     """
     data, log = pg / "data", pg / "server.log"
     # What a crash left behind: PostgreSQL would believe it if the process id is in use again.
@@ -170,7 +173,7 @@ def start(programs: Path, user: pwd.struct_passwd, pg: Path, config: Path) -> No
         if postmaster(data) is not None:
             raise _not_ready(log)
         written = log.read_text(errors="replace") if log.exists() and not log.is_symlink() else ""
-        said = _last_words(written or tried.stderr)
+        said = _cause(written or tried.stderr)
         raise EmbeddedServerError(f"the PostgreSQL server did not start: {said} (see {log})")
 
 
@@ -182,7 +185,7 @@ def stop(programs: Path, user: pwd.struct_passwd, data: Path) -> None:
     """
     tried = run([programs / "pg_ctl", "stop", "-s", "-w", "-t", str(WAIT_S), "-m", "fast", "-D", data], user)
     if tried.returncode != 0 and postmaster(data) is not None:
-        raise EmbeddedServerError(f"the PostgreSQL server did not stop: {_last_words(tried.stderr)}")
+        raise EmbeddedServerError(f"the PostgreSQL server did not stop: {_cause(tried.stderr)}")
 
 
 def wait_for_ready(data: Path) -> bool:
@@ -229,8 +232,11 @@ def _servers(data: Path) -> list[int]:
     ]
 
 
-def _last_words(said: str) -> str:
-    """Return the line that tells why: the last error, else the last line."""
+def _cause(said: str) -> str:
+    """Return the line that tells why: the first error, of which later ones are consequences, with its hint."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
-    errors = [line for line in lines if re.search(r"FATAL|PANIC|ERROR|error:", line)]
-    return (errors or lines or ["it said nothing"])[-1]
+    for i, line in enumerate(lines):
+        if re.search(r"FATAL|PANIC|ERROR|error:", line):
+            hint = next((after.partition("HINT:")[2].strip() for after in lines[i + 1 : i + 3] if "HINT:" in after), "")
+            return f"{line} ({hint})" if hint else line
+    return lines[-1] if lines else "it said nothing"

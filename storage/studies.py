@@ -155,7 +155,12 @@ def delete(database: Database, study_id: int) -> None:
 
 
 def _define(
-    tx: Transaction, study_id: int, spec: Mapping[str, Any], facts: Mapping[str, Any], n_trials: int | None, n_history: int
+    tx: Transaction,
+    study_id: int,
+    spec: Mapping[str, Any],
+    facts: Mapping[str, Any],
+    n_trials: int | None,
+    n_history: int,
 ) -> bool:
     row = tx.one(
         SQL["insert_definition"],

@@ -19,9 +19,9 @@ def worker_options(function: Any) -> Any:
     options = [
         click.option("--gpus", type=click.IntRange(1), help="Workers, one on each GPU. Default: all free GPUs."),
         click.option("--cpu", type=click.IntRange(1), help="Workers without a GPU."),
-        click.option("--address", metavar="RAY", help="Join a Ray cluster (`auto`, or HOST:PORT). Default: a private Ray."),
+        click.option("--address", metavar="RAY", help="Ray cluster to join: auto, HOST:PORT. Default: a private Ray."),
         click.option("--all-nodes", is_flag=True, help="With --address: cover the whole cluster, not only this node."),
-        click.option("--cpus-per-worker", type=click.IntRange(1), help="Cores for each Worker. Default: cores / Workers."),
+        click.option("--cpus-per-worker", type=click.IntRange(1), help="Cores of a Worker. Default: cores / Workers."),
         click.option("--max-failures", type=click.IntRange(1), default=8, show_default=True,
                      help="Stop the pool when so many trials in a row have failed."),
     ]  # fmt: skip

@@ -26,10 +26,10 @@ def definition_options(function: Any) -> Any:
         click.option("--n-trials", type=int, help="The budget over all pools; without it pools run until drained."),
         click.option("--max-steps", type=int, help="How many steps a full trial reports; hyperband needs it."),
         click.option("--sampler", metavar="NAME[:K=V,...]", help="Default: tpe. E.g. tpe:n_startup_trials=20."),
-        click.option("--pruner", metavar="NAME[:K=V,...]", help="Default: hyperband. E.g. none, or asha:reduction_factor=3."),
+        click.option("--pruner", metavar="NAME[:K=V,...]", help="Default: hyperband. E.g. asha:reduction_factor=3."),
         click.option("--seed", type=int, help="Default: chosen at random, and kept with the study."),
         click.option("--gpus-per-trial", type=int, help="Ranks of one trial: it trains with DDP. Default: 1."),
-        click.option("--set", "settings", metavar="KEY=VALUE", multiple=True, help="A fixed setting: trial.settings[KEY]."),
+        click.option("--set", "settings", metavar="KEY=VALUE", multiple=True, help="In trial.settings[KEY]."),
     ]  # fmt: skip
     for option in reversed(options):
         function = option(function)
@@ -70,8 +70,8 @@ def create(
     given, folder = api.gather(name, file, given_values(flags, file))
     if "name" not in given:
         raise click.UsageError("the study needs a name: orch study create NAME, or `name:` in the file")
-    api.check(given, folder)  # before the private server is started for it
-    created = api.create(api.storage_url(storage), given, folder, adopt=adopt, count_existing=count_existing)
+    checked = api.check(given, folder)  # before the private server is started for it
+    created = api.write(api.storage_url(storage), checked, adopt=adopt, count_existing=count_existing)
     spec = created.spec
     if not created.is_new:
         click.echo(f"study {spec.name} exists already with this definition")
@@ -162,7 +162,9 @@ def best(name: str, as_json: bool, storage: str | None) -> None:
 
     trials = read.best_trials(api.storage_url(storage), name)
     if not trials:
-        raise StudyNotFound(f"study {name!r} has no complete trial yet: `orch trial list {_quoted(name)}` shows what there is")
+        raise StudyNotFound(
+            f"study {name!r} has no complete trial yet: `orch trial list {_quoted(name)}` shows what there is"
+        )
     if as_json:
         echo_json(trials[0] if len(trials[0]["values"]) == 1 else trials)
         return

@@ -18,7 +18,9 @@ def command() -> None:
 
 @command.command("list")
 @click.argument("study")
-@click.option("--state", type=click.Choice(STATES, case_sensitive=False), multiple=True, help="Only trials in this state.")
+@click.option(
+    "--state", type=click.Choice(STATES, case_sensitive=False), multiple=True, help="Only trials in this state."
+)
 @json_option
 @storage_option
 def list_(study: str, state: tuple[str, ...], as_json: bool, storage: str | None) -> None:
@@ -39,7 +41,8 @@ def list_(study: str, state: tuple[str, ...], as_json: bool, storage: str | None
         [
             (
                 trial["number"],
-                trial["state"] + (f" ({trial['end_reason']})" if trial["state"] == "FAIL" and trial["end_reason"] else ""),
+                trial["state"]
+                + (f" ({trial['end_reason']})" if trial["state"] == "FAIL" and trial["end_reason"] else ""),
                 ", ".join(number(value) for value in trial["values"] or []) or "-",
                 trial["last_step"] if trial["last_step"] is not None else "-",
                 number(trial["duration_s"], 3),
@@ -94,6 +97,10 @@ def _echo_attempt(attempt: dict[str, Any]) -> None:
         click.echo(f"  checkpoint       step {attempt['checkpoint_step']}: {attempt['checkpoint_path']}")
     if attempt["error"]:
         click.echo("  " + attempt["error"].replace("\n", "\n  "))
+
+
+def _state(trial: dict[str, Any]) -> str:
+    return f"FAIL ({trial['end_reason'] or 'by a script'})" if trial["state"] == "FAIL" else str(trial["state"])
 
 
 def _short(value: Any) -> str:

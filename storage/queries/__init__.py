@@ -1,4 +1,4 @@
-"""Named SQL, one file per subject: a line ``-- name: take_lock`` starts a statement, the comment after it says what it does."""
+"""Named SQL, one file per subject: ``-- name: NAME`` starts a statement, and the comment after it says what it does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Homes for tests of the private PostgreSQL server, which its user can enter and which leave nothing behind."""
+"""Homes for tests of the private PostgreSQL server, which its user can enter and which leave nothing behind.
+
+PYTEST_DONT_REWRITE: the tests import it before they name it as a plugin, which pytest would warn of.
+"""
 
 import fcntl
 import json
