@@ -1,0 +1,216 @@
+"""`orch dashboard`: people see their study in a browser, and nothing is left when they stop it."""
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import optuna
+import pytest
+from playwright.sync_api import expect, sync_playwright
+
+from orchestrator import dashboard
+from storage import open_database, open_storage
+
+ORCH = Path(sys.executable).with_name("orch")
+CHROMIUM = Path("/usr/bin/chromium")
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+SECRET = "tr0ub4dor"
+
+
+def free_port():
+    with closing(socket.create_server(("127.0.0.1", 0))) as probe:
+        return probe.getsockname()[1]
+
+
+def run_dashboard(*arguments):
+    return subprocess.run([ORCH, "dashboard", *arguments], capture_output=True, text=True, timeout=60, check=False)
+
+
+def ask(page, method, path, document=None):
+    """One request to the dashboard's server: the status, and the JSON that came back."""
+    address = urlsplit(page)
+    with closing(http.client.HTTPConnection(address.hostname, address.port, timeout=30)) as connection:
+        headers = {"Content-Type": "application/json"}
+        connection.request(method, path, None if document is None else json.dumps(document), headers)
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read() or "null")
+
+
+@pytest.fixture
+def study(database_url):
+    """A study with finished, pruned and waiting trials, made by plain Optuna."""
+    open_database(database_url).close()
+    storage = open_storage(database_url)
+    study = optuna.create_study(storage=storage, study_name="seen-by-people", direction="minimize")
+
+    def objective(trial):
+        x = trial.suggest_float("x", -1, 1)
+        for step in (1, 2):
+            trial.report(x * x / step, step)
+        if trial.number == 3:
+            raise optuna.TrialPruned
+        return x * x
+
+    study.optimize(objective, n_trials=6)
+    study.enqueue_trial({"x": 0.5})
+    yield study
+    storage.engine.dispose()
+
+
+@pytest.fixture
+def serve(database_url):
+    """Start `orch dashboard` with some arguments; gives the process, which leads a group of its own, and its page."""
+    started = []
+
+    def start(*arguments):
+        process = subprocess.Popen(
+            [ORCH, "dashboard", *arguments],
+            env={**os.environ, "ORCH_STORAGE": database_url},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        page = process.stdout.readline().strip()
+        assert page, process.stderr.read()
+        return process, page
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def browser(tmp_path):
+    """A page of a real browser with a profile of its own, and what its console said was wrong."""
+    assert CHROMIUM.exists(), "this test needs a browser: apt-get install chromium"
+    with sync_playwright() as playwright:
+        context = playwright.chromium.launch_persistent_context(
+            tmp_path / "profile", executable_path=CHROMIUM, args=FLAGS, viewport={"width": 1400, "height": 1000}
+        )
+        page = context.pages[0]
+        wrong = []
+        page.on(
+            "console", lambda said: wrong.append(f"{said.text} {said.location['url']}") if said.type == "error" else 0
+        )
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        yield page, wrong
+        context.close()
+
+
+def test_people_see_their_study_in_a_browser(study, serve, browser, tmp_path):
+    """The list names the study, a click on it shows its history as a plot, and its trials are there, without an error."""
+    process, address = serve("--port", str(free_port()))
+    page, wrong = browser
+    page.goto(address)
+    page.get_by_text("seen-by-people").first.click()
+    expect(page.locator(".js-plotly-plot").first).to_be_visible(timeout=30_000)
+    page.screenshot(path=tmp_path / "history.png")
+    page.goto(f"{address}studies/{study._study_id}/trials")
+    for number in range(7):
+        expect(page.get_by_text(f"Trial {number}", exact=True).first).to_be_visible(timeout=30_000)
+    page.screenshot(path=tmp_path / "trials.png")
+    assert [line for line in wrong if "favicon" not in line] == []
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (130, "")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_it_and_everything_it_started(serve, number, code):
+    """Ctrl-C and SIGTERM end the dashboard with their exit code, without a word, and no process of it is left."""
+    process, _ = serve("--port", str(free_port()))
+    process.send_signal(number)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (code, "", "")
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+
+
+def test_an_empty_database_is_made_ready_and_shown(serve):
+    """On a database without any table the page answers at once, with no studies; nothing is logged per request."""
+    process, address = serve("--port", str(free_port()))
+    assert ask(address, "GET", "/api/studies") == (200, {"study_summaries": []})
+    process.terminate()
+    assert process.communicate(timeout=30) == ("", "")
+
+
+@pytest.mark.parametrize("spelling", ["rename", "rename/", "ren%FFame"])
+def test_a_rename_is_refused_and_the_study_stays(study, serve, spelling):
+    """The dashboard's rename, which would make a new study and delete ours, is answered 403 with one sentence."""
+    _, address = serve("--port", str(free_port()))
+    status, answer = ask(address, "POST", f"/api/studies/{study._study_id}/{spelling}", {"study_name": "other"})
+    assert status == 403
+    assert answer == {"reason": dashboard.NO_RENAME}
+    _, answer = ask(address, "GET", "/api/studies")
+    assert [(found["study_id"], found["study_name"]) for found in answer["study_summaries"]] == [
+        (study._study_id, "seen-by-people")
+    ]
+
+
+def test_the_rename_that_is_refused_is_the_only_one_there_is(database_url):
+    """The installed optuna-dashboard renames by one route, of the form that is refused."""
+    open_database(database_url).close()
+    storage = open_storage(database_url)
+    rules = [route.rule for route in dashboard.optuna_dashboard.wsgi(storage).routes if "rename" in route.rule]
+    storage.engine.dispose()
+    assert rules == ["/api/studies/<study_id:int>/rename"]
+
+
+def test_a_port_that_was_asked_for_and_is_taken_is_refused_in_one_line():
+    """With --port, a port in use ends the command with exit 1 before it looks for a database."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as other:
+        port = other.getsockname()[1]
+        done = run_dashboard("--port", str(port), "--storage", "postgresql://nobody@127.0.0.1:1/none")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"orch: port {port} is taken: give another --port, or leave it out\n"
+
+
+def test_without_a_port_the_next_free_one_is_used():
+    """Two dashboards on one machine get two ports, without being told."""
+    with dashboard.bind("127.0.0.1", None) as one, dashboard.bind("127.0.0.1", None) as two:
+        assert one.server_port != two.server_port
+        assert two.server_port in range(dashboard.DEFAULT_PORT, dashboard.DEFAULT_PORT + dashboard.PORTS_TRIED)
+
+
+def test_a_database_that_is_not_there_is_one_line_without_the_password():
+    """Exit 1, one line, no address printed as if it worked, and the password of --storage nowhere."""
+    done = run_dashboard("--port", str(free_port()), "--storage", f"postgresql://ann:{SECRET}@127.0.0.1:1/none")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("orch: ")
+    assert done.stderr.count("\n") == 1
+    assert SECRET not in done.stderr
+
+
+def test_an_address_that_others_reach_comes_with_a_warning():
+    """A --host that is not this machine alone prints one warning that there is no authentication; the default does not."""
+    url = "postgresql://nobody@127.0.0.1:1/none"
+    open_to_all = run_dashboard("--host", "0.0.0.0", "--port", str(free_port()), "--storage", url)
+    assert open_to_all.stderr.count("no authentication") == 1
+    assert "no authentication" not in run_dashboard("--port", str(free_port()), "--storage", url).stderr
+
+
+def test_errors_of_requests_are_one_line_each_and_hold_no_password(capsys):
+    """A traceback becomes its first cause, what is repeated is said once, and the password is hidden."""
+    complaints = dashboard.Complaints(f"postgresql://ann:{SECRET}@db/studies")
+    for _ in range(2):
+        complaints.write(f"Traceback (most recent call last):\n  File x\nOSError: {SECRET} is gone\n\nMore: of it\n")
+        complaints.flush()
+    assert capsys.readouterr().err == "orch: the dashboard could not answer: OSError: *** is gone\n"
