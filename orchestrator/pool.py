@@ -22,7 +22,8 @@ from orchestrator.objective import Source
 from orchestrator.progress import Progress, Standing
 from orchestrator.spec import StudySpec
 from orchestrator.worker import WorkerConfig
-from storage import Database, OrchError, attempts, studies
+from storage import Database, OrchError, attempts
+from storage.attempts import NotTaken
 from storage.studies import StudyRecord
 
 POLL_S = 0.2
@@ -66,6 +67,10 @@ def run_pool(plan: PoolPlan, database: Database) -> PoolResult:
     # Children of this process must not find the way into the database in their environment.
     os.environ.pop("ORCH_STORAGE", None)
     standing = Standing(plan.study.name, plan.study.n_trials)
+    nothing_to_do = attempts.outlook(database, plan.study.study_id)
+    if nothing_to_do not in (None, NotTaken.BUSY):
+        standing.count(database, plan.study)
+        return PoolResult(nothing_to_do.name.lower(), standing)
     with Progress(standing) as progress, _signals() as signals:
         progress.say("starting Ray ..." if plan.wanted.address is None else f"joining Ray at {plan.wanted.address} ...")
         with connect(plan.wanted) as cluster:
@@ -243,9 +248,7 @@ class _Pool:
                 raise PoolError(f"{self._failures} trials failed in a row, the pool stops; first {self._first_failure}")
 
     def _count(self) -> None:
-        standing = self._progress.standing
-        standing.counts = studies.counts(self._database, self._plan.study.study_id)
-        standing.best = studies.best_trial(self._database, self._plan.study)
+        self._progress.standing.count(self._database, self._plan.study)
         self._counted_at = time.monotonic()
 
     def _replace(self, crew: Crew, error: Exception) -> None:

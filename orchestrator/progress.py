@@ -12,6 +12,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from storage import Database, studies
+from storage.studies import StudyRecord
+
 
 @dataclass
 class Standing:
@@ -21,6 +24,11 @@ class Standing:
     n_trials: int | None
     counts: Mapping[str, int] = field(default_factory=dict)
     best: tuple[int, float] | None = None  # number and value
+
+    def count(self, database: Database, study: StudyRecord) -> None:
+        """Read the counts anew."""
+        self.counts = studies.counts(database, study.study_id)
+        self.best = studies.best_trial(database, study)
 
     def sentence(self) -> str:
         """Counts by state and the best value, on one line."""

@@ -103,27 +103,51 @@ def _taken(tx: Transaction, token: str, trial: dict[str, Any], log_path: Callabl
     return Taken(token, trial["trial_id"], trial["number"], log_path(trial["number"]), **last)
 
 
-def _next_trial(tx: Transaction, key: dict[str, Any], control: dict[str, Any]) -> dict[str, Any] | NotTaken:
-    """A RUNNING row for the caller, or why there is none; the study row is locked."""
+def _allowed(control: dict[str, Any]) -> NotTaken | None:
+    """Why no new trial may be started; None when one may."""
     if control["desired"] == "stopped":
         return NotTaken.STOPPED
     if control["desired"] == "paused":
         return NotTaken.PAUSED
-    budget = control["n_trials"]
-    room = math.inf if budget is None else budget + control["n_history"] - control["finished"] - control["under_way"]
+    spoken_for = control["finished"] - control["n_history"] + control["under_way"]
+    if control["n_trials"] is None or spoken_for < control["n_trials"]:
+        return None
+    return NotTaken.BUSY if control["under_way"] else NotTaken.DONE
+
+
+def _next_trial(tx: Transaction, key: dict[str, Any], control: dict[str, Any]) -> dict[str, Any] | NotTaken:
+    """A RUNNING row for the caller, or why there is none; the study row is locked."""
+    allowed = _allowed(control)
+    if allowed in (NotTaken.STOPPED, NotTaken.PAUSED):
+        return allowed
     waiting = tx.one(SQL["waiting"], key)
-    if waiting is not None and (waiting["given_back"] or room > 0):
+    if waiting is not None and (waiting["given_back"] or allowed is None):
         tx.run(SQL["start_waiting"], waiting)
-        if waiting["given_back"]:
-            checkpoint = tx.one(SQL["last_checkpoint"], waiting)
-            if checkpoint is not None:
-                tx.run(SQL["put_back_values"], {**waiting, "step": checkpoint["checkpoint_step"]})
+        checkpoint = tx.one(SQL["last_checkpoint"], waiting)
+        if checkpoint is not None:
+            tx.run(SQL["put_back_values"], {**waiting, "step": checkpoint["checkpoint_step"]})
         return waiting
-    if room <= 0:
-        return NotTaken.BUSY if control["under_way"] else NotTaken.DONE
+    if allowed is not None:
+        return allowed
     created = tx.one(SQL["new_trial"], key)
     assert created is not None
     return created
+
+
+def outlook(database: Database, study_id: int) -> NotTaken | None:
+    """What `take` would answer now, without taking anything; None when it would give a trial.
+
+    Raises:
+        StudyNotFound: the study, or its definition, is gone.
+    """
+    with database.transaction() as tx:
+        key = {"study_id": study_id}
+        control = tx.one(SQL["control"], key)
+        if control is None:
+            raise StudyNotFound("the study was deleted")
+        allowed = _allowed(control)
+        waiting = tx.one(SQL["waiting"], key) if allowed in (NotTaken.BUSY, NotTaken.DONE) else None
+        return None if waiting is not None and waiting["given_back"] else allowed
 
 
 def settle(

@@ -41,7 +41,13 @@ class Orch:
 
     def environment(self) -> dict[str, str]:
         self.home.mkdir(exist_ok=True)
-        return {**os.environ, "ORCH_HOME": str(self.home), "ORCH_STORAGE": self.url, "ORCH_TEST": self.mark, **self.extra}
+        return {
+            **os.environ,
+            "ORCH_HOME": str(self.home),
+            "ORCH_STORAGE": self.url,
+            "ORCH_TEST": self.mark,
+            **self.extra,
+        }
 
     @property
     def mark(self) -> str:

@@ -16,7 +16,7 @@ import pytest
 from playwright.sync_api import expect, sync_playwright
 
 from orchestrator import dashboard
-from storage import open_database, open_storage
+from storage import open_storage
 
 ORCH = Path(sys.executable).with_name("orch")
 CHROMIUM = Path("/usr/bin/chromium")
@@ -53,7 +53,6 @@ def ask(page, method, path, document=None):
 @pytest.fixture
 def study(database_url):
     """A study with finished, pruned and waiting trials, made by plain Optuna."""
-    open_database(database_url).close()
     storage = open_storage(database_url)
     study = optuna.create_study(storage=storage, study_name="seen-by-people", direction="minimize")
 
@@ -72,14 +71,14 @@ def study(database_url):
 
 
 @pytest.fixture
-def serve(database_url):
-    """Start `orch dashboard` with some arguments; gives the process, which leads a group of its own, and its page."""
+def serve():
+    """Start `orch dashboard` on a database; gives the process, which leads a group of its own, and its page."""
     started = []
 
-    def start(*arguments):
+    def start(url):
         process = subprocess.Popen(
-            [ORCH, "dashboard", *arguments],
-            env={**os.environ, "ORCH_STORAGE": database_url},
+            [ORCH, "dashboard", "--port", str(free_port())],
+            env={**os.environ, "ORCH_STORAGE": url},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -115,9 +114,9 @@ def browser(tmp_path):
         context.close()
 
 
-def test_people_see_their_study_in_a_browser(study, serve, browser, tmp_path):
-    """The list names the study, a click on it shows its history as a plot, and its trials are there, without an error."""
-    process, address = serve("--port", str(free_port()))
+def test_people_see_their_study_in_a_browser(database_url, study, serve, browser, tmp_path):
+    """The list names the study, a click shows its history as a plot and its trials, and the console has no error."""
+    process, address = serve(database_url)
     page, wrong = browser
     page.goto(address)
     page.get_by_text("seen-by-people").first.click()
@@ -134,9 +133,9 @@ def test_people_see_their_study_in_a_browser(study, serve, browser, tmp_path):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_it_and_everything_it_started(serve, number, code):
+def test_a_signal_ends_it_and_everything_it_started(database_url, serve, number, code):
     """Ctrl-C and SIGTERM end the dashboard with their exit code, without a word, and no process of it is left."""
-    process, _ = serve("--port", str(free_port()))
+    process, _ = serve(database_url)
     process.send_signal(number)
     out, err = process.communicate(timeout=30)
     assert (process.returncode, out, err) == (code, "", "")
@@ -144,18 +143,18 @@ def test_a_signal_ends_it_and_everything_it_started(serve, number, code):
         os.killpg(process.pid, 0)
 
 
-def test_an_empty_database_is_made_ready_and_shown(serve):
+def test_an_empty_database_is_made_ready_and_shown(empty_database_url, serve):
     """On a database without any table the page answers at once, with no studies; nothing is logged per request."""
-    process, address = serve("--port", str(free_port()))
+    process, address = serve(empty_database_url)
     assert ask(address, "GET", "/api/studies") == (200, {"study_summaries": []})
     process.terminate()
     assert process.communicate(timeout=30) == ("", "")
 
 
 @pytest.mark.parametrize("spelling", ["rename", "rename/", "ren%FFame"])
-def test_a_rename_is_refused_and_the_study_stays(study, serve, spelling):
+def test_a_rename_is_refused_and_the_study_stays(database_url, study, serve, spelling):
     """The dashboard's rename, which would make a new study and delete ours, is answered 403 with one sentence."""
-    _, address = serve("--port", str(free_port()))
+    _, address = serve(database_url)
     status, answer = ask(address, "POST", f"/api/studies/{study._study_id}/{spelling}", {"study_name": "other"})
     assert status == 403
     assert answer == {"reason": dashboard.NO_RENAME}
@@ -167,7 +166,6 @@ def test_a_rename_is_refused_and_the_study_stays(study, serve, spelling):
 
 def test_the_rename_that_is_refused_is_the_only_one_there_is(database_url):
     """The installed optuna-dashboard renames by one route, of the form that is refused."""
-    open_database(database_url).close()
     storage = open_storage(database_url)
     rules = [route.rule for route in dashboard.optuna_dashboard.wsgi(storage).routes if "rename" in route.rule]
     storage.engine.dispose()
@@ -200,7 +198,7 @@ def test_a_database_that_is_not_there_is_one_line_without_the_password():
 
 
 def test_an_address_that_others_reach_comes_with_a_warning():
-    """A --host that is not this machine alone prints one warning that there is no authentication; the default does not."""
+    """A --host that others reach prints one warning that there is no authentication; the default prints none."""
     url = "postgresql://nobody@127.0.0.1:1/none"
     open_to_all = run_dashboard("--host", "0.0.0.0", "--port", str(free_port()), "--storage", url)
     assert open_to_all.stderr.count("no authentication") == 1
