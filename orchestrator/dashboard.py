@@ -54,15 +54,20 @@ class Complaints(io.StringIO):
         self._last = ""
 
     def flush(self) -> None:
-        """Print what was written since the last flush in one line, unless that is the line that was printed last."""
-        lines = self.getvalue().splitlines()
+        """Print why a request failed, in one line, unless that is the line that was printed last."""
+        said = self.getvalue()
         self.seek(0)
         self.truncate()
-        # The first that is no part of a traceback's frames is the first cause.
-        said = next((line for line in lines if line[:1].strip() and not line.startswith("Traceback")), "")
-        if said and said != self._last:
-            print(f"orch: the dashboard could not answer: {redact_text(said, self._url)}", file=sys.stderr, flush=True)
-        self._last = said or self._last
+        # Whoever complains is handling an exception, and Optuna's own message of a lost database is a wrong guess.
+        error = sys.exception()
+        while error is not None and (cause := error.__cause__):
+            error = cause
+        if error is not None:
+            said = f"{type(error).__name__}: {error}"
+        line = redact_text(said.strip().partition("\n")[0], self._url)
+        if line and line != self._last:
+            print(f"orch: the dashboard could not answer: {line}", file=sys.stderr, flush=True)
+            self._last = line
 
 
 class Handler(WSGIRequestHandler):
@@ -97,9 +102,7 @@ class Server(ThreadingMixIn, WSGIServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say in one line what broke; browsers that go away in the middle are normal."""
-        error = sys.exception()
-        if error is not None and not isinstance(error, ConnectionError):
-            self.complaints.write(f"{type(error).__name__}: {error}")
+        if not isinstance(sys.exception(), ConnectionError):
             self.complaints.flush()
 
     def address(self) -> str:

@@ -7,9 +7,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import ray
@@ -71,15 +69,18 @@ def run_pool(plan: PoolPlan, database: Database) -> PoolResult:
     if nothing_to_do not in (None, NotTaken.BUSY):
         standing.count(database, plan.study)
         return PoolResult(nothing_to_do.name.lower(), standing)
-    with Progress(standing) as progress, _signals() as signals:
+    with Progress(standing) as progress, _Signals() as signals:
         progress.say("starting Ray ..." if plan.wanted.address is None else f"joining Ray at {plan.wanted.address} ...")
         with connect(plan.wanted) as cluster:
+            if signals.seen:  # while Ray started
+                return PoolResult("drained", standing, signals.seen[-1])
+            signals.listen()  # Ray put a handler of its own in the place of ours
             pool = _Pool(plan, database, cluster, progress, signals)
             try:
                 reason = pool.run()
             finally:
                 pool.close()
-    return PoolResult(reason, standing, signals[-1] if signals and reason in ("drained", "halted") else None)
+    return PoolResult(reason, standing, signals.seen[-1] if signals.seen and reason in ("drained", "halted") else None)
 
 
 def reclaim(database: Database, study_id: int) -> list[int]:
@@ -92,19 +93,26 @@ def reclaim(database: Database, study_id: int) -> list[int]:
     return reclaimed
 
 
-@contextlib.contextmanager
-def _signals() -> Iterator[list[int]]:
-    """Collect SIGINT, SIGTERM and SIGHUP instead of dying of them."""
-    seen: list[int] = []
+class _Signals:
+    """Collects SIGINT, SIGTERM and SIGHUP instead of dying of them."""
 
-    def note(number: int, frame: FrameType | None) -> None:
-        seen.append(number)
+    NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield seen
-    finally:
-        for number, handler in before.items():
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def listen(self) -> None:
+        """Take over the signals."""
+        for number in self.NUMBERS:
+            signal.signal(number, lambda number, frame: self.seen.append(number))
+
+    def __enter__(self) -> _Signals:
+        self._before = [(number, signal.getsignal(number)) for number in self.NUMBERS]
+        self.listen()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before:
             signal.signal(number, handler)
 
 
@@ -112,7 +120,7 @@ class _Pool:
     """The gangs of one pool and what they do."""
 
     def __init__(
-        self, plan: PoolPlan, database: Database, cluster: Cluster, progress: Progress, signals: list[int]
+        self, plan: PoolPlan, database: Database, cluster: Cluster, progress: Progress, signals: _Signals
     ) -> None:
         self._plan, self._database, self._cluster = plan, database, cluster
         self._progress, self._signals = progress, signals
@@ -202,9 +210,9 @@ class _Pool:
 
     def _heed_signals(self) -> None:
         """The first signal drains, the second stops."""
-        if self._heeded == min(len(self._signals), 2):
+        if self._heeded == min(len(self._signals.seen), 2):
             return
-        self._heeded = min(len(self._signals), 2)
+        self._heeded = min(len(self._signals.seen), 2)
         if self._heeded == 1:
             self._progress.say("draining: running trials are finished, no new ones taken; once more to stop now")
         else:

@@ -107,8 +107,7 @@ class Worker:
         self._nursery.wait()
         try:
             return self._loop(session)
-        except (KeyError, NoResultFound):
-            # Optuna's storage says so of a row that is gone.
+        except (KeyError, NoResultFound, StudyNotFound):  # the first two are Optuna's storage, of a row that is gone
             if session.exists():
                 raise
             raise StudyNotFound(f"study {self._config.study!r} was deleted while the pool ran") from None

@@ -77,6 +77,8 @@ def database_url(server: str, template: str) -> Iterator[str]:
 
 
 @pytest.fixture
-def orch(database_url: str, tmp_path: Path) -> Orch:
-    """The `orch` command in an empty folder, with a database and an ORCH_HOME of its own."""
-    return Orch(database_url, tmp_path)
+def orch(database_url: str, tmp_path: Path) -> Iterator[Orch]:
+    """The `orch` command in an empty folder, with a database, an ORCH_HOME and a Ray folder of its own."""
+    # Short, because Ray puts sockets there.
+    with tempfile.TemporaryDirectory(prefix="orch-ray-", dir="/tmp") as ray_folder:
+        yield Orch(database_url, tmp_path, {"RAY_TMPDIR": ray_folder})

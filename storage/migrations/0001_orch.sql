@@ -1,7 +1,9 @@
 -- Schema orch: what a study is and who runs its trials, beside Optuna's own tables.
 -- Optuna has already created studies and trials; everything of ours goes away with their rows.
+-- No table here may be called like one of Optuna's: for a role named orch, "$user" puts this schema first on the search
+-- path, and Optuna's own unqualified statements would find ours.
 
-CREATE TABLE orch.studies (
+CREATE TABLE orch.specs (
     study_id         integer PRIMARY KEY REFERENCES studies ON DELETE CASCADE,
     spec             jsonb NOT NULL,
     facts            jsonb NOT NULL,
@@ -11,8 +13,8 @@ CREATE TABLE orch.studies (
     n_history        integer NOT NULL DEFAULT 0,
     created_at       timestamptz NOT NULL DEFAULT clock_timestamp()
 );
-COMMENT ON COLUMN orch.studies.spec IS 'The definition of the study (orchestrator.spec.StudySpec); never changes';
-COMMENT ON COLUMN orch.studies.facts IS 'The objective''s source, its sha256, git commit and package versions; for people, never executed';
+COMMENT ON COLUMN orch.specs.spec IS 'The definition of the study (orchestrator.spec.StudySpec); never changes';
+COMMENT ON COLUMN orch.specs.facts IS 'The objective''s source, its sha256, git commit and package versions; for people, never executed';
 
 CREATE TABLE orch.attempts (
     token            uuid PRIMARY KEY,

@@ -19,7 +19,7 @@ SELECT s.desired, s.n_trials, s.n_history,
                     SELECT 1 FROM orch.attempts a WHERE a.trial_id = t.trial_id AND a.ended_at IS NULL)
                 OR t.state = 'WAITING' AND EXISTS (SELECT 1 FROM orch.attempts a WHERE a.trial_id = t.trial_id)))
            AS under_way
-  FROM orch.studies s
+  FROM orch.specs s
  WHERE s.study_id = %(study_id)s
 
 -- name: find_attempt

@@ -8,7 +8,7 @@ INSERT INTO study_directions (direction, study_id, objective) VALUES (%(directio
 
 -- name: insert_definition
 -- The definition of the study, once; no row comes back when it has one.
-INSERT INTO orch.studies (study_id, spec, facts, n_trials, n_history)
+INSERT INTO orch.specs (study_id, spec, facts, n_trials, n_history)
 VALUES (%(study_id)s, %(spec)s, %(facts)s, %(n_trials)s, %(n_history)s)
 ON CONFLICT (study_id) DO NOTHING
 RETURNING study_id
@@ -18,7 +18,7 @@ RETURNING study_id
 SELECT s.study_id, s.study_name AS name, o.spec, o.facts, o.desired, o.n_trials, o.n_history, o.created_at,
        (SELECT array_agg(d.direction::text ORDER BY d.objective) FROM study_directions d
          WHERE d.study_id = s.study_id) AS directions
-  FROM studies s LEFT JOIN orch.studies o USING (study_id)
+  FROM studies s LEFT JOIN orch.specs o USING (study_id)
  WHERE s.study_name = %(name)s
 
 -- name: names
@@ -32,7 +32,7 @@ SELECT s.study_id, s.study_name AS name, o.spec, o.desired, o.n_trials, o.n_hist
          WHERE d.study_id = s.study_id) AS directions,
        coalesce((SELECT jsonb_object_agg(state, n) FROM (
            SELECT t.state, count(*) AS n FROM trials t WHERE t.study_id = s.study_id GROUP BY t.state) c), '{}') AS counts
-  FROM studies s LEFT JOIN orch.studies o USING (study_id)
+  FROM studies s LEFT JOIN orch.specs o USING (study_id)
  ORDER BY s.study_id
 
 -- name: counts
@@ -49,11 +49,11 @@ SELECT t.number, v.value
 
 -- name: accept_objective
 -- Another version of the objective becomes the recorded one.
-UPDATE orch.studies SET facts = %(facts)s WHERE study_id = %(study_id)s RETURNING study_id
+UPDATE orch.specs SET facts = %(facts)s WHERE study_id = %(study_id)s RETURNING study_id
 
 -- name: set_desired
 -- What workers are to do; they see it at their next take.
-UPDATE orch.studies SET desired = %(desired)s WHERE study_id = %(study_id)s RETURNING study_id
+UPDATE orch.specs SET desired = %(desired)s WHERE study_id = %(study_id)s RETURNING study_id
 
 -- name: lock_study
 -- No trial can be created while this is held.
