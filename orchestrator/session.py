@@ -103,6 +103,8 @@ class StudySession:
         taken = attempts.take(self.database, self.study_id, owner, token, log_path)
         if isinstance(taken, NotTaken):
             return taken
+        # Optuna's cache writes only to trials that it has seen, and this one was made beside it.
+        self.study._storage.get_all_trials(self.study_id, deepcopy=False)
         self.study.sampler = search.build_sampler(self.spec, taken.number)
         return TrialLeader(self.study, self.database, self.spec, taken)
 

@@ -18,7 +18,7 @@ COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 def command(as_json: bool, storage: str | None) -> None:
     """Check this machine, and say what to do about what is wrong.
 
-    Exit 1 if something fails; warnings, such as that there is no GPU, do not count. Nothing is started or changed.
+    Exit 1 if something fails; warnings, such as that there is no GPU, do not count. No server is started for it.
 
     \b
     Example: orch doctor

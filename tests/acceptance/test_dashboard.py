@@ -7,11 +7,13 @@ import signal
 import socket
 import subprocess
 import sys
+import traceback
 from contextlib import closing
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import optuna
+import psycopg2
 import pytest
 from playwright.sync_api import expect, sync_playwright
 
@@ -48,6 +50,11 @@ def ask(page, method, path, document=None):
         connection.request(method, path, None if document is None else json.dumps(document), headers)
         answer = connection.getresponse()
         return answer.status, json.loads(answer.read() or "null")
+
+
+def run_sql(url, statement):
+    with closing(psycopg2.connect(url)) as connection, connection, connection.cursor() as cursor:
+        cursor.execute(statement)
 
 
 @pytest.fixture
@@ -205,10 +212,32 @@ def test_an_address_that_others_reach_comes_with_a_warning():
     assert "no authentication" not in run_dashboard("--port", str(free_port()), "--storage", url).stderr
 
 
-def test_errors_of_requests_are_one_line_each_and_hold_no_password(capsys):
-    """A traceback becomes its first cause, what is repeated is said once, and the password is hidden."""
+def test_a_request_that_fails_is_one_line_with_its_cause_and_no_password(capsys):
+    """Of a traceback the first cause is said, once while it stays the same, and the password is hidden."""
     complaints = dashboard.Complaints(f"postgresql://ann:{SECRET}@db/studies")
     for _ in range(2):
-        complaints.write(f"Traceback (most recent call last):\n  File x\nOSError: {SECRET} is gone\n\nMore: of it\n")
-        complaints.flush()
+        try:
+            try:
+                raise OSError(f"{SECRET} is gone\nand more of it")
+            except OSError as cause:
+                raise RuntimeError("typically invalid data") from cause
+        except RuntimeError:
+            complaints.write(traceback.format_exc())
+            complaints.flush()
+    complaints.flush()
     assert capsys.readouterr().err == "orch: the dashboard could not answer: OSError: *** is gone\n"
+
+
+def test_a_database_that_goes_away_and_comes_back_is_no_end(database_url, study, serve):
+    """While the database cuts everybody off requests fail with one line in all; afterwards they are answered again."""
+    process, address = serve(database_url)
+    other, name = database_url.rpartition("/")[0] + "/postgres", database_url.rpartition("/")[2]
+    run_sql(database_url, f"ALTER DATABASE {name} CONNECTION LIMIT 0")
+    run_sql(other, f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '{name}'")
+    assert [ask(address, "GET", "/api/studies")[0] for _ in range(3)] == [500, 500, 500]
+    run_sql(other, f"ALTER DATABASE {name} CONNECTION LIMIT -1")
+    assert ask(address, "GET", "/api/studies")[0] == 200
+    process.terminate()
+    _, err = process.communicate(timeout=30)
+    assert err.count("\n") == 1
+    assert "too many connections" in err

@@ -65,9 +65,9 @@ def test_what_init_writes_is_a_definition_that_create_accepts(tmp_path):
     """The two files pass every check that `orch study create` makes, from any working folder."""
     done = run_init(str(tmp_path / "new" / "folder"))
     assert done.exit_code == 0, done.output
-    spec, facts = api.check(*api.gather(None, str(tmp_path / "new/folder/study.yaml"), {}))
-    assert spec.name == "first-study"
-    assert facts["objective"]["path"] == str(tmp_path / "new/folder/objective.py")
+    checked = api.check(*api.gather(None, str(tmp_path / "new/folder/study.yaml"), {}))
+    assert checked.spec.name == "first-study"
+    assert checked.facts["objective"]["path"] == str(tmp_path / "new/folder/objective.py")
 
 
 @pytest.mark.parametrize("key", KEYS)
