@@ -83,7 +83,7 @@ def load(reference: str, folder: str) -> Callable[[Any], Any]:
         except ModuleNotFoundError as error:
             if error.name is None or not where.startswith(error.name):
                 raise
-            raise ObjectiveError(f"there is no module {where!r}, neither installed nor below {folder}") from None
+            raise ObjectiveError(_no_module(where, folder)) from None
     try:
         found = reduce(getattr, function.split("."), module)
     except AttributeError:
@@ -100,19 +100,12 @@ def read_source(reference: str, folder: str) -> Source:
         ObjectiveError: there is none.
     """
     where, _ = split(reference)
-    path: str | None = where
-    if not is_file(reference):
-        _look_in(folder)
-        try:
-            spec = importlib.util.find_spec(where)
-        except ModuleNotFoundError:
-            spec = None
-        path = spec.origin if spec is not None else None
+    path = where if is_file(reference) else _module_file(where, folder)
     try:
-        data = Path(path or "").read_bytes()
+        data = Path(path).read_bytes()
     except OSError as error:
         raise ObjectiveError(f"cannot read the objective {where}: {error.strerror or error}") from None
-    return Source(str(path), data.decode(errors="replace"), hashlib.sha256(data).hexdigest())
+    return Source(path, data.decode(errors="replace"), hashlib.sha256(data).hexdigest())
 
 
 def check(reference: str, folder: str) -> None:
@@ -123,7 +116,7 @@ def check(reference: str, folder: str) -> None:
     Raises:
         ObjectiveError: what is wrong with it.
     """
-    _refuse_unsafe_choices(read_source(reference, folder))
+    _refuse_unsafe_choices(read_source(reference, folder), split(reference)[1])
     # -P: the working folder stays off sys.path, where a user's storage.py would take the place of ours.
     command = [sys.executable, "-P", "-m", "orchestrator.objective", reference, folder]
     try:
@@ -169,18 +162,33 @@ def _load_file(path: Path) -> ModuleType:
     return module
 
 
+def _module_file(name: str, folder: str) -> str:
+    _look_in(folder)
+    try:
+        spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError:
+        spec = None
+    if spec is None or spec.origin is None:
+        raise ObjectiveError(_no_module(name, folder))
+    return spec.origin
+
+
+def _no_module(name: str, folder: str) -> str:
+    return f"there is no module {name!r}, neither installed nor below {folder}"
+
+
 def _look_in(folder: str) -> None:
     if folder not in sys.path:
         sys.path.append(folder)
 
 
-def _refuse_unsafe_choices(source: Source) -> None:
+def _refuse_unsafe_choices(source: Source, function: str) -> None:
     """Find choices written as tuples or lists: they come back from the database as lists (optuna#2328)."""
     try:
         tree = ast.parse(source.text)
     except SyntaxError as error:
         raise ObjectiveError(f"{source.path}, line {error.lineno}: {error.msg}") from None
-    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+    for call in (node for part in _reached(tree, function) for node in ast.walk(part) if isinstance(node, ast.Call)):
         if not (isinstance(call.func, ast.Attribute) and call.func.attr == "suggest_categorical"):
             continue
         given = [*call.args[1:2], *(word.value for word in call.keywords if word.arg == "choices")]
@@ -192,6 +200,22 @@ def _refuse_unsafe_choices(source: Source) -> None:
                         f"{type(choice).__name__.lower()}; choices can only be None, bool, int, float or str: suggest "
                         "a name, and look the value up in a dict"
                     )
+
+
+def _reached(tree: ast.Module, function: str) -> list[ast.AST]:
+    """The definitions of a module that an objective can reach by their names, itself included."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    defined = {node.name: node for node in ast.walk(tree) if isinstance(node, kinds)}
+    found: dict[str, ast.AST] = {}
+    wanted = [function.split(".")[-1], *function.split(".")]
+    while wanted:
+        name = wanted.pop()
+        if name in defined and name not in found:
+            found[name] = defined[name]
+            for node in ast.walk(defined[name]):
+                wanted += [node.id] if isinstance(node, ast.Name) else []
+                wanted += [node.attr] if isinstance(node, ast.Attribute) else []
+    return list(found.values())
 
 
 def _problem(reference: str, folder: str) -> str | None:

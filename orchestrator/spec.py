@@ -116,6 +116,8 @@ def parse(values: Mapping[str, Any]) -> StudySpec:
     for key in values:
         if key not in known:
             raise SpecError(f"unknown key {str(key)[:80]!r} in the study's definition{nearest(str(key), known)}")
+    if "objective" not in values:
+        raise SpecError("the study needs an objective: package.module:function or path/to/file.py:function")
     try:
         return StudySpec(**values)
     except ValidationError as error:

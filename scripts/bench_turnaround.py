@@ -6,6 +6,7 @@ the first trial to the end of the last, so neither pays for starting Ray or for 
 
     python scripts/bench_turnaround.py --workers 4 --trials 40
 
+Ray Tune needs `pip install -c requirements.lock -e '.[bench]'`.
 orch starts a fresh process for every trial; so does Ray Tune by default; with reuse_actors=True it keeps one.
 """
 

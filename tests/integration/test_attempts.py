@@ -384,12 +384,11 @@ def everything(shop, name: str):
     given_back(shop, study, checkpoint_step=3)
     plain = shop.optuna(name, pruner=optuna.pruners.SuccessiveHalvingPruner(min_resource=1))
     plain.set_user_attr("a", 1)
-    plain.set_metric_names(["loss"])
+    plain._storage.set_study_system_attr(plain._study_id, "b", 1)
     taken = shop.take(study)
     trial = optuna.Trial(plain, taken.trial_id)
     trial.report(0.5, 20)
     trial.should_prune()
-    trial._trial_id = taken.trial_id
     plain._storage._backend.record_heartbeat(taken.trial_id)
     shop.settle(taken)
     shop.take(study)
