@@ -73,13 +73,18 @@ def connect(wanted: Wanted) -> Iterator[Cluster]:
     Raises:
         PoolError: no GPU, not enough of them, or no cluster there.
     """
+    before = dict(os.environ)
+    # Ray's processes inherit the environment, and must not find the way into the database there.
+    os.environ.pop("ORCH_STORAGE", None)
     # Ray's memory monitor kills Workers for what their trainers use; usage statistics would leave the machine.
     os.environ.update(RAY_memory_monitor_refresh_ms="0", RAY_USAGE_STATS_ENABLED="0")
-    cluster = _start_private(wanted) if wanted.address is None else _join(wanted)
     try:
+        cluster = _start_private(wanted) if wanted.address is None else _join(wanted)
         yield cluster
     finally:
         ray.shutdown()
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def place(cluster: Cluster, config: WorkerConfig, names: list[str]) -> Crew:

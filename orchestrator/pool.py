@@ -62,8 +62,6 @@ def run_pool(plan: PoolPlan, database: Database) -> PoolResult:
         ObjectiveError: the objective does something that no trial of this study can survive.
     """
     reclaim(database, plan.study.study_id)
-    # Children of this process must not find the way into the database in their environment.
-    os.environ.pop("ORCH_STORAGE", None)
     standing = Standing(plan.study.name, plan.study.n_trials)
     nothing_to_do = attempts.outlook(database, plan.study.study_id)
     if nothing_to_do not in (None, NotTaken.BUSY):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import textwrap
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,42 @@ from orchestrator.wire import Message
 from tests.runs import wait_for
 
 MARK = "ORCH_TEST_NURSERY"
+
+LEFTOVERS = {
+    "loader workers": """
+        import torch
+        from torch.utils.data import DataLoader
+        loader = DataLoader(list(range(8)), num_workers=2, persistent_workers=True)
+        KEPT.append((loader, list(loader)))
+    """,
+    "a subprocess": """
+        import subprocess
+        subprocess.Popen(["sleep", "1000"])
+    """,
+    "a daemon": """
+        import os
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                import signal
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                os.execvp("sleep", ["sleep", "1000"])
+            os._exit(0)
+        os.wait()
+    """,
+}
+FOREVER = """
+    def objective(trial):
+        trial.report(1.0, 1)
+        while True:
+            pass
+"""
+
+
+def leaving(*kinds: str, end: str = "return 1.0") -> str:
+    """An objective that starts such processes, and then ends."""
+    bodies = "".join(LEFTOVERS[kind].replace("\n        ", "\n    ") for kind in kinds)
+    return f"KEPT = []\ndef objective(trial):{bodies}\n    trial.report(1.0, 1)\n    {end}\n"
 
 
 class StubLeader:
@@ -48,11 +85,8 @@ class Playground:
         self.nursery = Nursery(f"{self.warm}:objective", str(folder), gpu=False)
 
     def start(self) -> None:
-        os.environ[MARK] = self.mark
-        try:
+        with self.marked():
             self.nursery.start()
-        finally:
-            del os.environ[MARK]
 
     def write(self, name: str, text: str) -> Path:
         path = self.folder / name
@@ -113,6 +147,15 @@ class Playground:
             trainer.bury()
             helper.join()
             assert self.left_behind() == []
+
+    @contextlib.contextmanager
+    def marked(self) -> Iterator[None]:
+        """Processes that are started meanwhile carry the mark."""
+        os.environ[MARK] = self.mark
+        try:
+            yield
+        finally:
+            del os.environ[MARK]
 
     def processes(self) -> list[psutil.Process]:
         """Everything that descends from the nursery, wherever it is attached now."""

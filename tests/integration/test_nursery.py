@@ -1,8 +1,7 @@
-"""Real trainers forked by a real nursery: how trials end, and that nothing is ever left of them."""
+"""Real trainers forked by a real nursery: how trials end, that nothing is left of them, and trials in the foreground."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -12,48 +11,18 @@ from pathlib import Path
 import psutil
 import pytest
 
-from orchestrator import wire
+from orchestrator import spec, wire
+from orchestrator.here import run_here
 from orchestrator.launcher import Outcome
+from orchestrator.leader import TrialLeader
+from orchestrator.session import Machine, StudySession
+from storage import attempts, open_database, studies
+from storage.attempts import NotTaken, Owner
 from tests.runs import wait_for
-from tests.trainers import MARK, Playground, StubLeader
+from tests.trainers import FOREVER, LEFTOVERS, MARK, Playground, StubLeader, leaving
 
 ROOT = Path(__file__).parents[2]
-
-LEFTOVERS = {
-    "loader workers": """
-        import torch
-        from torch.utils.data import DataLoader
-        loader = DataLoader(list(range(8)), num_workers=2, persistent_workers=True)
-        KEPT.append((loader, list(loader)))
-    """,
-    "a subprocess": """
-        import subprocess
-        subprocess.Popen(["sleep", "1000"])
-    """,
-    "a daemon": """
-        import os
-        if os.fork() == 0:
-            os.setsid()
-            if os.fork() == 0:
-                import signal
-                signal.signal(signal.SIGTERM, signal.SIG_IGN)
-                os.execvp("sleep", ["sleep", "1000"])
-            os._exit(0)
-        os.wait()
-    """,
-}
-FOREVER = """
-    def objective(trial):
-        trial.report(1.0, 1)
-        while True:
-            pass
-"""
-
-
-def leaving(*kinds: str, end: str = "return 1.0") -> str:
-    """An objective that starts such processes, and then ends."""
-    bodies = "".join(LEFTOVERS[kind].replace("\n        ", "\n    ") for kind in kinds)
-    return f"KEPT = []\ndef objective(trial):{bodies}\n    trial.report(1.0, 1)\n    {end}\n"
+OWNER = Owner("w", "here", 1, "boot/1/1")
 
 
 @pytest.fixture(scope="module")
@@ -267,7 +236,7 @@ def test_output(playground):
 
 
 def test_no_secrets(playground):
-    """The environment of a trainer holds nothing that opens the database, hides GPUs it was not given, and its job's."""
+    """The environment of a trainer has nothing that opens the database, no GPUs, and what its job adds."""
     text = """
         import os
         def objective(trial):
@@ -329,11 +298,14 @@ def test_the_actors_death_takes_all_along(tmp_path):
         stdout=subprocess.PIPE,
         start_new_session=True,
     )
-    with actor:
+    try:
         assert actor.stdout is not None
         assert actor.stdout.readline() == b"report\n"
-        assert len(playground.processes()) >= 7  # actor, nursery, trainer, two loader workers, two sleeps
+        # The actor, the nursery, the trainer, two loader workers and two sleeps.
+        wait_for(lambda: len(playground.processes()) >= 7, "the trial has started everything")
+    finally:
         actor.kill()
+        actor.communicate()
     playground.close()
 
 
@@ -345,7 +317,7 @@ def test_a_nursery_that_died(other):
         assert leader.reported.wait(60)
         psutil.Process(psutil.Process(trainer.pid).ppid()).kill()
 
-    with other_mark(other):
+    with other.marked():
         outcome = other.run(FOREVER, leader, kill)
         assert outcome.kind == "crash"
         assert other.run("def objective(trial):\n    return 2.0\n").values == (2.0,)
@@ -353,16 +325,6 @@ def test_a_nursery_that_died(other):
         nursery.kill()
         wait_for(lambda: not nursery.is_running() or nursery.status() == psutil.STATUS_ZOMBIE, "the nursery is dead")
         assert other.run("def objective(trial):\n    return 3.0\n").values == (3.0,)
-
-
-@contextlib.contextmanager
-def other_mark(playground: Playground):
-    """A nursery that is started again carries the same mark."""
-    os.environ[MARK] = playground.mark
-    try:
-        yield
-    finally:
-        del os.environ[MARK]
 
 
 def test_a_module_with_threads_is_not_forked(tmp_path):
@@ -393,3 +355,139 @@ def test_a_deaf_nursery(other):
         process.send_signal(number)
     assert other.run("def objective(trial):\n    return 1.0\n").values == (1.0,)
     assert other.nursery.cold is None
+
+
+RESUMING = """
+    def objective(trial):
+        lr = trial.suggest_float("lr", 0, 1)
+        saved = trial.checkpoint.load() or {"step": 0}
+        trial.set_user_attr("resumed_from", saved["step"])
+        for step in range(saved["step"] + 1, 6):
+            trial.checkpoint.save({"step": step}, step)
+            trial.report(lr + step, step)
+            if step == 3 and saved["step"] == 0:
+                trial.report(0.0, 1000)
+                while True:
+                    pass
+        return lr
+"""
+
+
+@pytest.fixture
+def session(database_url, tmp_path, monkeypatch):
+    """A study on PostgreSQL, and orch's folders under tmp_path."""
+    monkeypatch.setenv("ORCH_HOME", str(tmp_path / "home"))
+    study = spec.parse({"name": "s", "objective": "f.py:objective", "seed": 1, "n_trials": 2, "max_steps": 9})
+    database = open_database(database_url)
+    assert studies.create(database, "s", ["MINIMIZE"], study.to_json(), {}, 2)
+    database.close()
+    session = StudySession(database_url, "s")
+    yield session
+    session.close()
+    session.study._storage._backend.engine.dispose()
+
+
+def led(playground: Playground, session: StudySession, objective: Path, folder: Path, stop_at: int | None = None):
+    """Take the next trial, train it in the nursery under its real leader, settle it."""
+    leader = session.take(OWNER, str(folder / "logs"))
+    assert isinstance(leader, TrialLeader)
+    job = session.job(leader, f"{objective}:objective", str(folder), str(folder / "checkpoints"))
+    job |= {"rank": 0, "world_size": 1, **Machine("here", None, 1).job(leader.taken.token)}
+    trainer = playground.nursery.launch()
+
+    def answer(message):
+        reply = leader.answer(0, message)
+        if message["op"] == "report" and message["step"] == stop_at:
+            trainer.stop()
+        return reply
+
+    outcome = trainer.serve(job, answer)
+    trainer.release()
+    trainer.bury()
+    return session.settle(leader, outcome)
+
+
+def test_a_trial_goes_on_from_its_checkpoint(playground, session, tmp_path):
+    """A trial that was stopped goes on with its number, parameters and curve up to the checkpoint, in a new attempt."""
+    objective = playground.write("resuming.py", RESUMING)
+    assert led(playground, session, objective, tmp_path, stop_at=1000) == {"event": "given_back", "trial": 0}
+    params = session.study.trials[0].params
+    event = led(playground, session, objective, tmp_path)
+    assert (event["event"], event["trial"], event["state"], event["steps"]) == ("settled", 0, "COMPLETE", 5)
+    trial = session.study.trials[0]
+    assert (trial.params, trial.value, trial.user_attrs) == (params, params["lr"], {"resumed_from": 3})
+    assert trial.intermediate_values == {step: params["lr"] + step for step in range(1, 6)}
+    assert [a.end_reason for a in attempts.of_study(session.database, session.study_id)] == ["drained", "done"]
+
+
+def test_a_crash_is_settled(playground, session, tmp_path):
+    """A trainer that crashes makes its trial FAIL, with the reason and the log in the event."""
+    objective = playground.write("crashing.py", "import os\ndef objective(trial):\n    print('bye')\n    os._exit(9)\n")
+    event = led(playground, session, objective, tmp_path)
+    assert (event["state"], event["reason"], event["value"]) == ("FAIL", "crash", None)
+    assert "exit code 9" in event["error"]
+    assert Path(event["log_path"]).read_text() == "bye\n"
+
+
+@pytest.fixture
+def foreground(monkeypatch):
+    """A trial in this process changes its environment and torch's threads: put them back."""
+    import torch
+
+    threads, environment = torch.get_num_threads(), dict(os.environ)
+    yield
+    torch.set_num_threads(threads)
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+def here(session: StudySession, folder: Path, text: str):
+    path = folder / "here.py"
+    path.write_text(text)
+    return run_here(session.database.url, "s", f"{path}:objective", str(folder))
+
+
+def test_a_trial_in_the_foreground(session, tmp_path, foreground, capsys):
+    """`run_here` trains one trial in this process, prints where it is, and settles it with its reports."""
+    text = "def objective(trial):\n    trial.report(0.5, 1)\n    print('here')\n    return trial.suggest_float('x', 0, 1)\n"
+    event = here(session, tmp_path, text)
+    trial = session.study.trials[0]
+    assert (event["state"], event["value"], event["steps"]) == ("COMPLETE", trial.params["x"], 1)
+    assert (trial.value, trial.intermediate_values) == (trial.params["x"], {1: 0.5})
+    assert capsys.readouterr().out == "here\n"
+
+
+def test_an_error_in_the_foreground(session, tmp_path, foreground):
+    """An objective that raises in the foreground is a FAIL with its traceback, and the budget then ends."""
+    event = here(session, tmp_path, "def objective(trial):\n    1 / 0\n")
+    assert (event["state"], event["reason"]) == ("FAIL", "error")
+    assert event["error"].splitlines()[1].strip().startswith(f'File "{tmp_path}/here.py", line 2')
+    studies.set_desired(session.database, session.study_id, "stopped")
+    assert here(session, tmp_path, "") is NotTaken.STOPPED
+
+
+def test_ctrl_c_in_the_foreground(session, tmp_path, foreground):
+    """Ctrl-C goes through, and gives the trial back."""
+    with pytest.raises(KeyboardInterrupt):
+        here(session, tmp_path, "def objective(trial):\n    trial.report(0.5, 1)\n    raise KeyboardInterrupt\n")
+    trial = session.study.trials[0]
+    assert (trial.state.name, trial.intermediate_values) == ("WAITING", {})
+    assert [a.end_reason for a in attempts.of_study(session.database, session.study_id)] == ["drained"]
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        {"op": "set_user_attr", "key": "k" * 600, "value": 1},
+        {"op": "set_user_attr", "key": "a\0b", "value": 1},
+        {"op": "study_set_user_attr", "key": "k" * 600, "value": 1},
+        {"op": "suggest", "name": "x" * 600, "distribution": '{"name": "IntDistribution", "attributes": '
+         '{"step": 1, "low": 0, "high": 1, "log": false}}'},
+    ],
+    ids=lambda question: f"{question['op']} {len(question.get('key', 'x'))}",
+)  # fmt: skip
+def test_what_the_columns_cannot_hold(session, question):
+    """A name that Optuna's columns cannot hold is the objective's error, and does not take the Worker down."""
+    leader = session.take(OWNER, "/logs")
+    assert "error" in leader.answer(0, question)
+    assert leader.answer(0, {"op": "report", "value": 1.0, "step": 1}) == {"ok": None}
