@@ -36,15 +36,15 @@ def run_here(url: str, study: str, objective: str, folder: str) -> dict[str, Any
         StudyNotFound: there is no such study.
         KeyboardInterrupt: the trial was given back.
     """
-    session = StudySession(url, study)
+    session = StudySession(url, study, str(log_root()), str(checkpoint_root()))
     found = gpu.visible_gpus()
     machine = Machine(socket.gethostname(), found[0].uuid if found else None, os.cpu_count() or 1)
     owner = Owner(f"{machine.host}-{os.getpid()}/here", machine.host, os.getpid(), process.identity() or "")
     try:
-        leader = session.take(owner, str(log_root()))
+        leader = session.take(owner)
         if isinstance(leader, NotTaken):
             return leader
-        job = session.job(leader, objective, folder, str(checkpoint_root()))
+        job = session.job(leader, objective, folder)
         job |= {"rank": 0, "world_size": 1, **machine.job(leader.taken.token)}
         try:
             said = trainer.run(job, _Direct(leader))

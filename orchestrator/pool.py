@@ -23,6 +23,7 @@ from orchestrator.worker import WorkerConfig
 from storage import Database, OrchError, attempts
 from storage.attempts import NotTaken
 from storage.studies import StudyRecord
+from storage.url import is_loopback
 
 POLL_S = 0.2
 COUNTS_S = 1.0
@@ -180,6 +181,13 @@ class _Pool:
             log_root=str(log_root()),
         )
         crew = place(self._cluster, config, names)
+        elsewhere = {where.host for where in crew.places} - {socket.gethostname()}
+        if elsewhere and is_loopback(plan.url):
+            crew.kill()
+            raise PoolError(
+                f"the Worker on {sorted(elsewhere)[0]} cannot reach a database that only this machine can: "
+                "`orch db start --listen ADDRESS` opens the private server to other nodes"
+            )
         # The URL travels as an argument of this one call: never in argv, runtime_env, names or logs.
         self._crews[crew.leader.work.remote(plan.url)] = crew
 

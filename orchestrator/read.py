@@ -11,6 +11,8 @@ from optuna.trial import FrozenTrial, TrialState
 from storage import StudyNotFound, attempts, open_database, open_storage, studies
 from storage.attempts import Attempt
 
+GONE = (TrialState.PRUNED, TrialState.FAIL)
+
 
 def trials_of(url: str, name: str, states: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     """Every trial of a study, in order, or those in some states.
@@ -93,5 +95,6 @@ def _as_dict(trial: FrozenTrial, tried: list[Attempt]) -> dict[str, Any]:
         "duration_s": None if duration is None else duration.total_seconds(),
         "worker": last.worker if last else None,
         "end_reason": last.end_reason if last else None,
-        "checkpoint": saved[-1].checkpoint_path if saved else None,
+        # Those of pruned and failed trials are removed: nobody goes on from them.
+        "checkpoint": saved[-1].checkpoint_path if saved and trial.state not in GONE else None,
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from orchestrator.launcher import Outcome
 from orchestrator.leader import TrialLeader, after_trial
 from orchestrator.spec import StudySpec, from_stored
 from storage import StudyNotFound, attempts, open_database, open_storage, studies
-from storage.attempts import NotTaken, Owner
+from storage.attempts import NotTaken, Owner, Taken
 
 # How an outcome ends the trial: Optuna's state, and the attempt's end_reason.
 ENDINGS = {
@@ -58,8 +59,8 @@ class Machine:
 class StudySession:
     """One connection to a study's database, with the study's own sampler and pruner."""
 
-    def __init__(self, url: str, name: str) -> None:
-        """Open a study.
+    def __init__(self, url: str, name: str, log_root: str, checkpoint_root: str) -> None:
+        """Open a study, whose logs and checkpoints go below the two folders.
 
         Raises:
             StudyNotFound: there is no such study, or it has no definition.
@@ -68,7 +69,7 @@ class StudySession:
         record = studies.get(self.database, name)
         if record.spec is None:
             raise StudyNotFound(f"study {name!r} has no definition: `orch study create {name} --adopt` gives it one")
-        self.name = name
+        self.name, self._log_root, self._checkpoint_root = name, log_root, checkpoint_root
         self.study_id = record.study_id
         self.spec: StudySpec = from_stored(record.spec)
         self.study = optuna.load_study(
@@ -89,7 +90,7 @@ class StudySession:
         """Whether the study is still there."""
         return studies.find(self.database, self.name) is not None
 
-    def take(self, owner: Owner, log_root: str) -> TrialLeader | NotTaken:
+    def take(self, owner: Owner) -> TrialLeader | NotTaken:
         """Take the next trial, or learn why there is none.
 
         Raises:
@@ -98,7 +99,7 @@ class StudySession:
         token = uuid.uuid4()
 
         def log_path(number: int) -> str:
-            return str(attempt_folder(log_root, self.study_id, number, str(token)))
+            return str(attempt_folder(self._log_root, self.study_id, number, str(token)))
 
         taken = attempts.take(self.database, self.study_id, owner, token, log_path)
         if isinstance(taken, NotTaken):
@@ -108,7 +109,7 @@ class StudySession:
         self.study.sampler = search.build_sampler(self.spec, taken.number)
         return TrialLeader(self.study, self.database, self.spec, taken)
 
-    def job(self, leader: TrialLeader, objective: str, folder: str, checkpoint_root: str) -> dict[str, Any]:
+    def job(self, leader: TrialLeader, objective: str, folder: str) -> dict[str, Any]:
         """What every rank of a trial must know, beside its machine and its rank."""
         taken = leader.taken
         return {
@@ -118,7 +119,7 @@ class StudySession:
             "folder": folder,
             "settings": self.spec.settings,
             "seed": search.seed_of(self.spec, taken.number, "trial"),
-            "checkpoint_folder": str(attempt_folder(checkpoint_root, self.study_id, taken.number, taken.token)),
+            "checkpoint_folder": str(self._checkpoint_folder(taken)),
             "resume": taken.checkpoint_path,
             "log_path": taken.log_path,
         }
@@ -134,6 +135,9 @@ class StudySession:
         after_trial(self.study, leader.frozen, state, values)
         if not attempts.settle(self.database, taken.token, state.name, values, reason, outcome.error):
             return {"event": "cancelled", "trial": taken.number}
+        if state is not TrialState.COMPLETE:
+            # Nobody goes on from it; the folder of the trial holds those of its earlier attempts, too.
+            shutil.rmtree(self._checkpoint_folder(taken).parent, ignore_errors=True)
         return {
             "event": "settled",
             "trial": taken.number,
@@ -144,6 +148,9 @@ class StudySession:
             "error": outcome.error,
             "log_path": os.fspath(Path(taken.log_path, f"rank{outcome.rank}.log")),
         }
+
+    def _checkpoint_folder(self, taken: Taken) -> Path:
+        return attempt_folder(self._checkpoint_root, self.study_id, taken.number, taken.token)
 
     def _ending(self, leader: TrialLeader, outcome: Outcome) -> tuple[TrialState, str, list[float] | None]:
         state, reason = ENDINGS[outcome.kind]

@@ -103,21 +103,22 @@ class Worker:
             StudyNotFound: the study was deleted.
             ObjectiveError: the objective does something that no trial of this study can survive.
         """
-        session = StudySession(url, self._config.study)
+        config = self._config
+        session = StudySession(url, config.study, config.log_root, config.checkpoint_root)
         self._nursery.wait()
         try:
             return self._loop(session)
         except (KeyError, NoResultFound, StudyNotFound):  # the first two are Optuna's storage, of a row that is gone
             if session.exists():
                 raise
-            raise StudyNotFound(f"study {self._config.study!r} was deleted while the pool ran") from None
+            raise StudyNotFound(f"study {config.study!r} was deleted while the pool ran") from None
         finally:
             session.close()
 
     def _loop(self, session: StudySession) -> str:
         owner = Owner(self._config.name, self._host, os.getpid(), process.identity() or "", self._gpu_ids())
         while not self._draining.is_set():
-            leader = session.take(owner, self._config.log_root)
+            leader = session.take(owner)
             if leader is NotTaken.BUSY:
                 self._draining.wait(BUSY_POLL_S)
             elif isinstance(leader, NotTaken):
@@ -134,7 +135,7 @@ class Worker:
     def _run(self, session: StudySession, leader: TrialLeader) -> Outcome:
         """Train a trial on all ranks of the gang."""
         config = self._config
-        job = session.job(leader, config.objective, config.folder, config.checkpoint_root)
+        job = session.job(leader, config.objective, config.folder)
         job |= {"world_size": 1 + len(self._members), **self._machine().job(leader.taken.token)}
         self._gang = Gang(leader, job, self._members)
         self._running = (leader, time.monotonic())

@@ -132,6 +132,16 @@ def psycopg2_dsn(url: str) -> str:
     return parse(url).render("postgresql")
 
 
+def is_loopback(url: str) -> bool:
+    """Whether the URL's server can be reached from its own machine only.
+
+    Raises:
+        StorageError: see parse.
+    """
+    host = parse(url).host or ""
+    return host in ("", "localhost", "::1") or host.startswith(("/", "127."))
+
+
 def redact_text(text: str, url: str) -> str:
     """Remove the URL's passwords, plain and percent-encoded, from a message; never raises."""
     text = text.replace(url, redact(url)) if url else text

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from sqlalchemy.engine import make_url
 
 from storage.errors import StorageError
-from storage.url import StorageUrl, parse, psycopg2_dsn, redact, redact_text, sqlalchemy_url
+from storage.url import StorageUrl, is_loopback, parse, psycopg2_dsn, redact, redact_text, sqlalchemy_url
 
 SECRET = "p@ss:w/rd?%#&+ é"
 ENCODED = "p%40ss%3Aw%2Frd%3F%25%23%26%2B%20%C3%A9"
@@ -149,3 +149,19 @@ def test_redact_never_raises(garbage):
     redact_text(garbage, garbage)
     redact("postgresql://" + garbage)
     redact_text(garbage, "postgresql://" + garbage)
+
+
+@pytest.mark.parametrize(
+    ("url", "loopback"),
+    [
+        ("postgresql://u@127.0.0.1:5432/d", True),
+        ("postgresql://u@[::1]/d", True),
+        ("postgresql://u@localhost/d", True),
+        ("postgresql:///d?host=/run/postgresql", True),
+        ("postgresql://u@10.0.0.5/d", False),
+        ("postgresql://u@db.example/d", False),
+    ],
+)
+def test_a_server_that_only_its_own_machine_reaches_is_known(url, loopback):
+    """Loopback addresses and sockets are not for other nodes."""
+    assert is_loopback(url) is loopback
