@@ -20,10 +20,13 @@ import sys
 import threading
 import time
 import traceback
+from pathlib import Path
 from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+# jemalloc (pyarrow brings it, pandas imports that) has fork handlers of its own, which start its thread again.
+FORK_SAFE_THREADS = {"jemalloc_bg_thd"}
 # What the first trial would import anyway: torch._dynamo alone costs 2 s when the first optimizer is built.
 PRELOAD = (
     "torch",
@@ -93,7 +96,9 @@ def _begin_again(reason: str) -> NoReturn:
 
 
 def _threads() -> int:
-    return len(os.listdir("/proc/self/task"))
+    """How many threads a fork would lose without anybody's knowing."""
+    names = (Path(f"/proc/self/task/{thread}/comm") for thread in os.listdir("/proc/self/task"))
+    return sum(name.read_text().strip() not in FORK_SAFE_THREADS for name in names)
 
 
 def _serve(control: socket.socket) -> None:

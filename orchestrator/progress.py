@@ -50,8 +50,6 @@ class Progress:
         self._live = Live(console=self._console, refresh_per_second=4, transient=True) if sys.stderr.isatty() else None
 
     def __enter__(self) -> Progress:
-        if self._live is not None:
-            self._live.start()
         return self
 
     def __exit__(
@@ -68,6 +66,7 @@ class Progress:
         """Redraw the live table; elsewhere only transitions are printed."""
         if self._live is not None:
             self._live.update(self._table(statuses))
+            self._live.start()  # the first time; an empty display would scroll the screen
 
     def event(self, event: Mapping[str, Any]) -> None:
         """Print how a trial ended; starts are for the table."""
