@@ -82,15 +82,17 @@ class Nursery:
         Raises:
             PoolError: the nursery cannot be started.
         """
-        control = self.wait()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            socket.send_fds(control, [b'{"do": "start"}'], [theirs.fileno()])
-        event = self.event()
-        if event is None or event["event"] != "started":
+        for _ in range(2):
+            ours, theirs = socket.socketpair()
+            with theirs, contextlib.suppress(OSError):
+                socket.send_fds(self.wait(), [b'{"do": "start"}'], [theirs.fileno()])
+                event = self.event()
+                if event is not None and event["event"] == "started":
+                    return Trainer(self, Channel(ours), event["pid"])
+            # It died since its last trial: a new one is started, once.
             ours.close()
-            raise PoolError("the nursery ended while it started a trainer; the Worker's log in Ray's folder tells why")
-        return Trainer(self, Channel(ours), event["pid"])
+            self.close()
+        raise PoolError("the nursery ended while it started a trainer; the Worker's log in Ray's folder tells why")
 
     def event(self) -> Message | None:
         """Wait for what the nursery says next; None when it is gone."""
@@ -148,6 +150,11 @@ class Trainer:
         except OSError:
             self._wait_for_exit()
             return self._crash(job["rank"])
+        except ValueError as error:  # no message of ours: too long, or not JSON
+            self._end("error", job["rank"])
+            return Outcome(
+                "error", error=f"rank {job['rank']} sent what its Worker cannot read: {error}", rank=job["rank"]
+            )
 
     def stop(self) -> None:
         """End the trainer; callable from any thread, `serve` then returns ``stopped``."""

@@ -15,7 +15,7 @@ from optuna.distributions import distribution_to_json, json_to_distribution
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, TrialState
 
-from orchestrator.spec import StudySpec
+from orchestrator.spec import MAX_NAME, StudySpec
 from orchestrator.wire import Message
 from storage import Database, attempts, studies
 from storage.attempts import Taken
@@ -73,6 +73,10 @@ class TrialLeader:
         if operation is None:
             return {"error": "Refused", "message": f"the trial cannot {message['op']!r}"}
         arguments = {key: value for key, value in message.items() if key != "op"}
+        for name in (message.get("name", ""), message.get("key", "")):
+            if len(name) > MAX_NAME or "\0" in name:
+                said = f"the name {name[:40]!r} has {len(name)} characters; the database holds {MAX_NAME}, and no NUL"
+                return {"error": "ValueError", "message": said}
         try:
             with self._lock:
                 return None if self._ended else {"ok": operation(rank, **arguments)}

@@ -7,16 +7,19 @@ A reference is ``package.module:function`` or ``path/to/file.py:function``. A fi
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import importlib
 import importlib.util
 import inspect
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -46,11 +49,16 @@ def split(reference: str) -> tuple[str, str]:
         ObjectiveError: it is no reference.
     """
     where, _, function = reference.rpartition(":")
-    if not where or not function.replace(".", "_").isidentifier():
+    is_path = where.endswith(".py") or "/" in where
+    if not _is_dotted(function) or not (is_path or _is_dotted(where)):
         raise ObjectiveError(
             f"the objective {reference[:80]!r} must be package.module:function or path/to/file.py:function"
         )
     return where, function
+
+
+def _is_dotted(name: str) -> bool:
+    return all(part.isidentifier() for part in name.split("."))
 
 
 def is_file(reference: str) -> bool:
@@ -81,7 +89,7 @@ def load(reference: str, folder: str) -> Callable[[Any], Any]:
         try:
             module = importlib.import_module(where)
         except ModuleNotFoundError as error:
-            if error.name is None or not where.startswith(error.name):
+            if error.name is None or not f"{where}.".startswith(f"{error.name}."):
                 raise
             raise ObjectiveError(_no_module(where, folder)) from None
     try:
@@ -111,30 +119,51 @@ def read_source(reference: str, folder: str) -> Source:
 def check(reference: str, folder: str) -> None:
     """Import the objective in a child process, and see that it can be called with one trial.
 
-    A child, because the user's module may print, exit, crash or start threads; and without the database's URL.
+    A child, because the user's module may print, exit, crash, start threads or processes; and without the database's
+    URL. The answer comes over a pipe of its own, whatever the module does to stdout.
 
     Raises:
         ObjectiveError: what is wrong with it.
     """
     _refuse_unsafe_choices(read_source(reference, folder), split(reference)[1])
-    # -P: the working folder stays off sys.path, where a user's storage.py would take the place of ours.
-    command = [sys.executable, "-P", "-m", "orchestrator.objective", reference, folder]
-    try:
-        done = subprocess.run(
-            command, env=without_secrets(), capture_output=True, text=True, timeout=CHECK_TIMEOUT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        raise ObjectiveError(f"importing the objective {reference} took more than {CHECK_TIMEOUT_S} s") from None
-    last = done.stdout.strip().splitlines()[-1:] or [""]
-    try:
-        problem = json.loads(last[0])["problem"]
-    except (ValueError, KeyError, TypeError):
-        said = (done.stderr.strip().splitlines() or ["nothing"])[-1]
-        raise ObjectiveError(
-            f"importing the objective {reference} ended the process (exit {done.returncode}); it said: {said}"
-        ) from None
+    with tempfile.TemporaryFile() as output, open_pipe() as (reader, writer):
+        # -P: the working folder stays off sys.path, where a user's storage.py would take the place of ours.
+        command = [sys.executable, "-P", "-m", "orchestrator.objective", reference, folder, str(writer)]
+        child = subprocess.Popen(
+            command, env=without_secrets(), stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+            pass_fds=[writer], start_new_session=True,
+        )  # fmt: skip
+        try:
+            exit_code = child.wait(CHECK_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            raise ObjectiveError(f"importing the objective {reference} took more than {CHECK_TIMEOUT_S} s") from None
+        finally:
+            # Also what the module left running.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        os.set_blocking(reader, False)
+        try:
+            problem = json.loads(os.read(reader, 1 << 20))["problem"]
+        except (BlockingIOError, ValueError):
+            output.seek(0)
+            said = (output.read().decode(errors="replace").strip().splitlines() or ["nothing"])[-1]
+            raise ObjectiveError(
+                f"importing the objective {reference} ended the process (exit {exit_code}); it said: {said}"
+            ) from None
     if problem is not None:
         raise ObjectiveError(problem)
+
+
+@contextlib.contextmanager
+def open_pipe() -> Iterator[tuple[int, int]]:
+    """A pipe that is closed at the end, whichever ends are still open."""
+    reader, writer = os.pipe()
+    try:
+        yield reader, writer
+    finally:
+        os.close(reader)
+        os.close(writer)
 
 
 def without_secrets() -> dict[str, str]:
@@ -163,18 +192,24 @@ def _load_file(path: Path) -> ModuleType:
 
 
 def _module_file(name: str, folder: str) -> str:
+    """Find a module's file without importing the packages around it, as importlib.util.find_spec would."""
     _look_in(folder)
-    try:
-        spec = importlib.util.find_spec(name)
-    except ModuleNotFoundError:
-        spec = None
-    if spec is None or spec.origin is None:
+    path: Sequence[str] | None = None
+    parts = name.split(".")
+    for depth in range(1, len(parts) + 1):
+        finders = (getattr(finder, "find_spec", None) for finder in sys.meta_path)
+        specs = (find(".".join(parts[:depth]), path) for find in finders if find is not None)
+        spec = next((found for found in specs if found is not None), None)
+        if spec is None or (depth < len(parts) and spec.submodule_search_locations is None):
+            raise ObjectiveError(_no_module(name, folder))
+        path = spec.submodule_search_locations
+    if spec is None or spec.origin is None or not spec.has_location:
         raise ObjectiveError(_no_module(name, folder))
-    return spec.origin
+    return str(spec.origin)
 
 
 def _no_module(name: str, folder: str) -> str:
-    return f"there is no module {name!r}, neither installed nor below {folder}"
+    return f"the objective's module {name!r} is neither installed nor below {folder}"
 
 
 def _look_in(folder: str) -> None:
@@ -224,6 +259,8 @@ def _problem(reference: str, folder: str) -> str | None:
         function = load(reference, folder)
     except ObjectiveError as error:
         return str(error)
+    except SyntaxError as error:
+        return f"{error.filename}, line {error.lineno}: {error.msg}"
     except BaseException as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         said = traceback.format_exception_only(error)[-1].strip()
@@ -238,7 +275,5 @@ def _problem(reference: str, folder: str) -> str | None:
 
 
 if __name__ == "__main__":
-    # The answer is the last line of stdout, whatever the user's module printed before.
-    answer = json.dumps({"problem": _problem(sys.argv[1], sys.argv[2])})
-    print("\n" + answer, flush=True)
+    os.write(int(sys.argv[3]), json.dumps({"problem": _problem(sys.argv[1], sys.argv[2])}).encode())
     os._exit(0)

@@ -40,6 +40,11 @@ PRUNERS: dict[str, Callable[..., BasePruner]] = {
 ONE_SEED = {"qmc", "grid", "bruteforce"}
 # Set from the spec, and so not options.
 FROM_SPEC = {"seed", "max_resource"}
+# Options of these types take Python objects, which no file can hold.
+NOT_JSON = ("Callable", "Base", "ndarray", "FrozenTrial")
+JSON_TYPES: dict[str, type | tuple[type, ...]] = {
+    "int": int, "float": (int, float), "bool": bool, "str": str, "None": type(None),
+}  # fmt: skip
 
 
 def build_sampler(spec: StudySpec, trial_number: int = 0) -> BaseSampler:
@@ -53,7 +58,8 @@ def build_sampler(spec: StudySpec, trial_number: int = 0) -> BaseSampler:
     """
     name = spec.sampler.name
     seed = spec.seed if name in ONE_SEED else seed_of(spec, trial_number, "sampler")
-    return _build("sampler", SAMPLERS, spec.sampler, {"seed": seed})  # type: ignore[no-any-return]
+    _check("sampler", SAMPLERS, spec.sampler)
+    return _build("sampler", SAMPLERS, name, {**spec.sampler.options, "seed": seed})  # type: ignore[no-any-return]
 
 
 def build_pruner(spec: StudySpec) -> BasePruner:
@@ -72,46 +78,70 @@ def seed_of(spec: StudySpec, trial_number: int, purpose: str) -> int:
 
 
 def _pruner(chosen: Named, max_steps: int | None) -> BasePruner:
-    extra: dict[str, Any] = {}
     options = dict(chosen.options)
+    _check("pruner", PRUNERS, chosen)
     if chosen.name == "hyperband":
         if max_steps is None:
             raise SpecError(
                 "the hyperband pruner must know how many steps a full trial reports: add max_steps (--max-steps N), or "
                 "`pruner: none` (--pruner none)"
             )
-        extra["max_resource"] = max_steps
-    elif chosen.name == "asha":
-        # Optuna's "auto" is decided by each process's first finished trial: two workers would disagree.
-        options.setdefault("min_resource", 1)
+        if options.get("min_resource", 1) > max_steps:
+            raise SpecError(f"the pruner 'hyperband' has no bracket: min_resource is above max_steps ({max_steps})")
+        options["max_resource"] = max_steps
+    elif chosen.name == "asha" and options.setdefault("min_resource", 1) == "auto":
+        raise SpecError("the pruner 'asha' takes a number for min_resource: `auto` may differ from worker to worker")
     elif chosen.name == "patient":
-        wrapped = options.get("wrapped_pruner", "none")
-        inner = Named(name=wrapped) if isinstance(wrapped, str) else Named(**_split(wrapped))
-        options["wrapped_pruner"] = _pruner(inner, max_steps)
-    return _build("pruner", PRUNERS, Named(name=chosen.name, options=options), extra)  # type: ignore[no-any-return]
+        options["wrapped_pruner"] = _wrapped(options.get("wrapped_pruner", "none"), max_steps)
+    return _build("pruner", PRUNERS, chosen.name, options)  # type: ignore[no-any-return]
 
 
-def _split(wrapped: Any) -> dict[str, Any]:
-    if not isinstance(wrapped, Mapping) or "name" not in wrapped:
+def _wrapped(inner: Any, max_steps: int | None) -> BasePruner:
+    """The pruner that `patient` delays, by its name or as a mapping with options."""
+    named = {"name": inner} if isinstance(inner, str) else inner
+    if not isinstance(named, Mapping) or not isinstance(named.get("name"), str):
         raise SpecError("wrapped_pruner must be a pruner's name, or a mapping with `name` and its options")
-    return {"name": wrapped["name"], "options": {key: value for key, value in wrapped.items() if key != "name"}}
+    if named["name"] == "hyperband":
+        # Optuna looks for Hyperband by isinstance: inside another pruner it would lose its brackets.
+        raise SpecError("wrapped_pruner cannot be hyperband: use asha, which is one bracket of it")
+    return _pruner(Named(name=named["name"], options={k: v for k, v in named.items() if k != "name"}), max_steps)
 
 
-def _build(kind: str, known: Mapping[str, Callable[..., Any]], chosen: Named, extra: dict[str, Any]) -> Any:
-    """Call the constructor with the chosen options, and put into one sentence what it refuses."""
+def _check(kind: str, known: Mapping[str, Callable[..., Any]], chosen: Named) -> None:
+    """Refuse unknown names and options, and values that would only fail in a Worker's first trials."""
     if chosen.name not in known:
         raise SpecError(f"unknown {kind} {chosen.name[:80]!r}{nearest(chosen.name, known)}")
-    make = known[chosen.name]
-    takes = [name for name in inspect.signature(make).parameters if name not in FROM_SPEC]
-    for option in chosen.options:
+    takes = _options(known[chosen.name])
+    for option, value in chosen.options.items():
         if option not in takes:
             hint = nearest(option, takes) if takes else ": it has no options"
             raise SpecError(f"the {kind} {chosen.name!r} has no option {option!r}{hint}")
+        types = [JSON_TYPES[word] for word in takes[option].split(" | ") if word in JSON_TYPES]
+        if types and not any(_fits(value, wanted) for wanted in types):
+            raise SpecError(f"the {kind} {chosen.name!r} takes {takes[option]} for {option}, not {value!r:.40}")
+
+
+def _options(make: Callable[..., Any]) -> dict[str, str]:
+    """The options of a sampler or pruner that a file can give, with their types as Optuna writes them."""
+    found = {}
+    for name, parameter in inspect.signature(make).parameters.items():
+        written = parameter.annotation
+        written = written if isinstance(written, str) else getattr(written, "__name__", str(written))
+        if name == "wrapped_pruner" or not (name in FROM_SPEC or any(word in written for word in NOT_JSON)):
+            found[name] = written
+    return found
+
+
+def _fits(value: Any, wanted: type | tuple[type, ...]) -> bool:
+    return isinstance(value, wanted) and not (isinstance(value, bool) and wanted is not bool)
+
+
+def _build(kind: str, known: Mapping[str, Callable[..., Any]], name: str, options: dict[str, Any]) -> Any:
+    """Call the constructor, and put into one sentence what it refuses."""
     with warnings.catch_warnings():
         # Which samplers Optuna calls experimental is for docs/strategies, not for every worker's log.
         warnings.simplefilter("ignore")
-        accepted = inspect.signature(make).parameters
         try:
-            return make(**chosen.options, **{key: value for key, value in extra.items() if key in accepted})
+            return known[name](**options)
         except (TypeError, ValueError, AttributeError) as error:
-            raise SpecError(f"the {kind} {chosen.name!r} refuses its options: {error}") from None
+            raise SpecError(f"the {kind} {name!r} refuses its options: {error}") from None

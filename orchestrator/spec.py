@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -34,7 +34,7 @@ def _named(value: Any) -> Any:
     """Accept the short forms of a sampler or pruner."""
     if isinstance(value, str):
         name, _, options = value.partition(":")
-        return {"name": name.strip(), "options": parse_pairs(options.split(",")) if options else {}}
+        return {"name": name.strip(), "options": parse_pairs(_split_options(options)) if options else {}}
     if isinstance(value, Mapping) and "name" in value and "options" not in value:
         return {"name": value["name"], "options": {key: item for key, item in value.items() if key != "name"}}
     return value
@@ -82,6 +82,12 @@ class StudySpec(BaseModel):
         for key, value in settings.items():
             _refuse_not_json(value, f"settings.{key}")
         return settings
+
+    @field_validator("sampler", "pruner")
+    @classmethod
+    def _plain_options(cls, named: Named) -> Named:
+        _refuse_not_json(named.options, named.name)
+        return named
 
     @model_validator(mode="after")
     def _pruner_fits(self) -> StudySpec:
@@ -136,20 +142,21 @@ def read_file(path: str | Path) -> dict[str, Any]:
         SpecError: it cannot be read, or is no YAML mapping.
     """
     try:
-        document = yaml.safe_load(Path(path).read_text())
+        document = yaml.load(Path(path).read_text(), _Yaml)
     except OSError as error:
         raise SpecError(f"cannot read the study file {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark is not None else ""
-        raise SpecError(f"{path}{where}: not YAML: {getattr(error, 'problem', None) or error}") from None
+        said = " ".join(str(getattr(error, "problem", None) or error).split())
+        raise SpecError(f"{path}{where}: not YAML: {said}") from None
     if not isinstance(document, dict):
         raise SpecError(f"the study file {path} must hold a mapping of keys and values")
     return document
 
 
 def parse_pairs(pairs: Iterable[str]) -> dict[str, Any]:
-    """Read ``key=value`` pairs; values are YAML scalars or lists, so ``lr=1e-3`` is a number and ``on=true`` a bool.
+    """Read ``key=value`` pairs; values are YAML: ``lr=1e-3`` is a number, ``on=true`` a bool, ``n='12'`` a string.
 
     Raises:
         SpecError: a pair without ``=`` or with an unreadable value.
@@ -160,15 +167,35 @@ def parse_pairs(pairs: Iterable[str]) -> dict[str, Any]:
         if not equals or not key.strip():
             raise SpecError(f"{pair!r} must be KEY=VALUE")
         try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError:
+            found[key.strip()] = yaml.load(text, _Yaml)
+        except (yaml.YAMLError, ValueError):
             raise SpecError(f"the value of {pair!r} cannot be read: quote it") from None
-        # YAML 1.1 takes 1e-3 for a string; nobody who types it means one.
-        if isinstance(value, str):
-            with contextlib.suppress(ValueError):
-                value = float(value)
-        found[key.strip()] = value
     return found
+
+
+def _split_options(text: str) -> list[str]:
+    """Split at the commas outside of brackets: ``search_space={lr: [0.1, 0.2]},other=1``."""
+    parts, depth = [""], 0
+    for character in text:
+        depth += (character in "[{") - (character in "]}")
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts
+
+
+class _Yaml(yaml.SafeLoader):
+    """YAML with 1e-3 as a number: YAML 1.1 asks for a dot, and nobody who types it means a string."""
+
+
+def _exponent(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float | str:
+    number = float(node.value)
+    return number if math.isfinite(number) else str(node.value)
+
+
+_Yaml.add_implicit_resolver("!exponent", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789"))
+_Yaml.add_constructor("!exponent", _exponent)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -181,13 +208,15 @@ def nearest(word: str, known: Iterable[str]) -> str:
 def _refuse_not_json(value: Any, where: str) -> None:
     if isinstance(value, dict):
         for key, item in value.items():
-            if not isinstance(key, str):
-                raise ValueError(f"{where}: the key {key!r} must be a string")
+            if not isinstance(key, str) or "\0" in key:
+                raise ValueError(f"{where}: the key {key!r} must be a string without NUL")
             _refuse_not_json(item, f"{where}.{key}")
     elif isinstance(value, list):
         for item in value:
             _refuse_not_json(item, where)
     elif isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{where}: {value} is not a number that JSON can hold")
+    elif isinstance(value, str) and "\0" in value:
+        raise ValueError(f"{where}: a string with a NUL character is nothing that PostgreSQL can hold")
     elif not (value is None or isinstance(value, bool | int | float | str)):
         raise ValueError(f"{where}: a {type(value).__name__} is not JSON: quote it")

@@ -34,7 +34,10 @@ def main(sock: socket.socket) -> None:
         return
     _redirect_output(Path(job["log_path"]), job["rank"])
     leader = Leader(channel)
-    outcome = run(job, leader)
+    try:
+        outcome = run(job, leader)
+    except KeyboardInterrupt as error:  # raised by the objective: nobody presses Ctrl-C here
+        outcome = _failure(error)
     sys.stdout.flush()
     sys.stderr.flush()
     # The answer comes when every rank has said how it ended: until then rank 0 keeps the rendezvous open for the rest.
@@ -59,9 +62,13 @@ def run(job: dict[str, Any], leader: Asks) -> dict[str, Any]:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        text = _traceback(error)
-        print(text, file=sys.stderr)
-        return {"kind": "oom" if _is_out_of_memory(error) else "error", "error": text}
+        return _failure(error)
+
+
+def _failure(error: BaseException) -> dict[str, Any]:
+    text = _traceback(error)
+    print(text, file=sys.stderr)
+    return {"kind": "oom" if _is_out_of_memory(error) else "error", "error": text}
 
 
 def _build_trial(job: dict[str, Any], leader: Asks) -> Trial:
@@ -136,9 +143,13 @@ def _floats(value: Any, n_objectives: int) -> list[float]:
 def _traceback(error: BaseException) -> str:
     """The traceback without the frames of orch itself: the first line people see is their own code."""
     frames = error.__traceback__
-    while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename == __file__:
+    while frames is not None and frames.tb_next is not None and _is_ours(frames.tb_frame.f_code.co_filename):
         frames = frames.tb_next
     return "".join(traceback.format_exception(type(error), error, frames)).rstrip()
+
+
+def _is_ours(file: str) -> bool:
+    return Path(file).parent == Path(__file__).parent or file.startswith("<frozen importlib")
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

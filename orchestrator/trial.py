@@ -178,7 +178,7 @@ class Trial(BaseTrial):
             raise TypeError(f"report(value=...) takes a float, not {type(value).__name__}") from None
         try:
             whole = int(step)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise TypeError(f"report(step=...) takes an integer, not {type(step).__name__}") from None
         if whole != step:
             raise ValueError(f"report(step={step!r}) takes a whole number")

@@ -13,6 +13,7 @@ orch starts a fresh process for every trial; so does Ray Tune by default; with r
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -71,8 +72,8 @@ def run_orch(workers: int, trials: int) -> tuple[float, list[float]]:
         Path(folder, "noop.py").write_text(OBJECTIVE)
         url = api.storage_url()
         api.create_study(
-            name, storage=url, objective=f"{folder}/noop.py:objective", n_trials=trials, sampler="random", pruner="none",
-            settings={"log": str(log)},
+            name, storage=url, objective=f"{folder}/noop.py:objective", n_trials=trials, sampler="random",
+            pruner="none", settings={"log": str(log)},
         )  # fmt: skip
         command = [sys.executable, "-P", "-m", "orchestrator.cli", "pool", "start", name, "--cpu", str(workers)]
         done = subprocess.run(
@@ -85,7 +86,7 @@ def run_orch(workers: int, trials: int) -> tuple[float, list[float]]:
         studies.delete(database, studies.get(database, name).study_id)
         database.close()
     assert len(rows) == trials, "every trial must have run, once"
-    gaps = [(b[1] - a[2]) * 1000 for a, b in zip(rows, rows[1:], strict=False) if a[0] == b[0]]
+    gaps = [(b[1] - a[2]) * 1000 for a, b in itertools.pairwise(rows) if a[0] == b[0]]
     return trials / (max(row[2] for row in rows) - min(row[1] for row in rows)), gaps
 
 

@@ -167,6 +167,9 @@ def settle(
             kind = "FINITE" if math.isfinite(value) else ("INF_POS" if value > 0 else "INF_NEG")
             stored = value if math.isfinite(value) else None
             tx.run(SQL["set_value"], {**locked, "objective": objective, "value": stored, "value_type": kind})
+        if state == "FAIL":
+            # A failed trial does not judge others: Optuna's pruners would go on comparing with its rung marks.
+            tx.run(SQL["take_off_rung_marks"], locked)
         if finished and reason == "nan":
             # TPE ranks pruned trials by their last step: one that ended as NaN must not look better for it.
             tx.run(SQL["take_off_values"], {**locked, "token": token})

@@ -123,7 +123,8 @@ def open_storage(url: str) -> RDBStorage:
     except StorageError:
         raise
     except Exception as error:  # SQLAlchemy's and Alembic's errors have no common root and quote the URL.
-        raise StorageError(f"cannot open the studies of {redact(url)}: {redact_text(str(error), url)}") from error
+        said = " ".join(redact_text(str(getattr(error, "orig", None) or error), url).split())
+        raise StorageError(f"cannot open the studies of {redact(url)}: {said}") from error
 
 
 def open_database(url: str) -> Database:

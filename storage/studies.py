@@ -150,6 +150,8 @@ def delete(database: Database, study_id: int) -> None:
     with database.transaction() as tx:
         # The row locks keep running workers from adding rows between the deletes: they find the trials gone instead.
         tx.run(SQL["lock_study"], {"study_id": study_id})
+        # Attempts before trials, in the order in which a Worker that settles locks them.
+        tx.run(SQL["lock_attempts"], {"study_id": study_id})
         tx.run(SQL["lock_trials"], {"study_id": study_id})
         tx.run(SQL["delete"], {"study_id": study_id})
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import uuid
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import optuna
 import psycopg2
-import psycopg2.extras
 
 from storage import Database, attempts, open_database, open_storage, studies
 from storage.attempts import Attempt, NotTaken, Owner, Taken
@@ -24,12 +22,16 @@ class Shop:
     def __init__(self, url: str) -> None:
         self.url = url
         self.database = open_database(url)
-        self._storages: list[Any] = []
+        self._storage = open_storage(url)
 
     def close(self) -> None:
         self.database.close()
-        for storage in self._storages:
-            storage.engine.dispose()
+        self._storage.engine.dispose()
+
+    def clear(self) -> None:
+        """Remove every study, with SQL of the tests' own, so that the next test finds an empty database."""
+        with self.database.transaction() as tx:
+            tx.run("TRUNCATE studies CASCADE")
 
     def create(
         self, name: str = "s", n_trials: int | None = None, directions: Sequence[str] = ("MINIMIZE",)
@@ -39,15 +41,11 @@ class Shop:
         return record
 
     def optuna(self, name: str = "s", **options: Any) -> optuna.Study:
-        """Optuna's view of a study through a storage of its own, without anything cached."""
-        storage = open_storage(self.url)
-        self._storages.append(storage)
-        return optuna.load_study(study_name=name, storage=storage, **options)
+        """Optuna's view of a study, with a cache of its own that is empty at first."""
+        return optuna.load_study(study_name=name, storage=self._storage, **options)
 
     def optuna_create(self, name: str, **options: Any) -> optuna.Study:
-        storage = open_storage(self.url)
-        self._storages.append(storage)
-        return optuna.create_study(study_name=name, storage=storage, **options)
+        return optuna.create_study(study_name=name, storage=self._storage, **options)
 
     def take(
         self, study: studies.StudyRecord, token: uuid.UUID | None = None, database: Database | None = None
@@ -73,7 +71,7 @@ class Shop:
 
     def rows(self, sql: str, **parameters: Any) -> list[dict[str, Any]]:
         with self.database.transaction() as tx:
-            return tx.all(sql, parameters)
+            return tx.all(sql, parameters or None)
 
     def blocked(self) -> int:
         """How many sessions of this database wait for a lock."""
@@ -91,15 +89,16 @@ def dsn(url: str) -> str:
 
 
 @contextlib.contextmanager
-def open_shop(url: str) -> Iterator[Shop]:
-    shop = Shop(url)
-    try:
-        yield shop
-    finally:
-        shop.close()
-
-
-def write(folder: Path, name: str, text: str) -> str:
-    path = folder / name
-    path.write_text(text)
-    return str(path)
+def open_shop(server: str, template: str) -> Iterator[Shop]:
+    """A database with the schema, to be shared by the tests of a module: `clear` it after each."""
+    name = f"shop_{uuid.uuid4().hex[:8]}"
+    with contextlib.closing(psycopg2.connect(dsn(server))) as connection:
+        connection.autocommit = True
+        with connection.cursor() as cursor:
+            cursor.execute(f"CREATE DATABASE {name} TEMPLATE {template}")
+            shop = Shop(f"{server.rpartition('/')[0]}/{name}")
+            try:
+                yield shop
+            finally:
+                shop.close()
+                cursor.execute(f"DROP DATABASE {name} WITH (FORCE)")

@@ -63,7 +63,8 @@ SELECT checkpoint_step, checkpoint_path
  LIMIT 1
 
 -- name: put_back_values
--- Values up to the checkpoint go back onto the row, from the latest attempt that reported each step.
+-- Values up to the checkpoint go back onto the row, from the latest attempt that reported each step; what a plain
+-- script reported in between stays.
 INSERT INTO trial_intermediate_values (trial_id, step, intermediate_value, intermediate_value_type)
 SELECT DISTINCT ON (v.key::int) a.trial_id, v.key::int,
        CASE v.value ->> 'type' WHEN 'FINITE' THEN (v.value ->> 'value')::double precision END,
@@ -71,6 +72,7 @@ SELECT DISTINCT ON (v.key::int) a.trial_id, v.key::int,
   FROM orch.attempts a, jsonb_each(a.taken_off) v
  WHERE a.trial_id = %(trial_id)s AND v.key::int <= %(step)s
  ORDER BY v.key::int, a.started_at DESC
+ON CONFLICT (trial_id, step) DO NOTHING
 
 -- name: lock_attempt
 -- The fence of every write of an owner: nobody can close the attempt while its row is locked, and a closed one

@@ -59,6 +59,10 @@ UPDATE orch.specs SET desired = %(desired)s WHERE study_id = %(study_id)s RETURN
 -- No trial can be created while this is held.
 SELECT 1 FROM studies WHERE study_id = %(study_id)s FOR UPDATE
 
+-- name: lock_attempts
+-- No trial can be settled or given back while this is held.
+SELECT 1 FROM orch.attempts a JOIN trials t USING (trial_id) WHERE t.study_id = %(study_id)s FOR UPDATE OF a
+
 -- name: lock_trials
 -- No value can be added to a trial while this is held.
 SELECT 1 FROM trials WHERE study_id = %(study_id)s FOR UPDATE

@@ -1,4 +1,4 @@
-"""Real trainers forked by a real nursery: how trials end, that nothing is left of them, and trials in the foreground."""
+"""Real trainers forked by a real nursery: how trials end, and that nothing is left of them."""
 
 from __future__ import annotations
 
@@ -381,7 +381,7 @@ def session(database_url, tmp_path, monkeypatch):
     database = open_database(database_url)
     assert studies.create(database, "s", ["MINIMIZE"], study.to_json(), {}, 2)
     database.close()
-    session = StudySession(database_url, "s")
+    session = StudySession(database_url, "s", str(tmp_path / "logs"), str(tmp_path / "checkpoints"))
     yield session
     session.close()
     session.study._storage._backend.engine.dispose()
@@ -389,9 +389,9 @@ def session(database_url, tmp_path, monkeypatch):
 
 def led(playground: Playground, session: StudySession, objective: Path, folder: Path, stop_at: int | None = None):
     """Take the next trial, train it in the nursery under its real leader, settle it."""
-    leader = session.take(OWNER, str(folder / "logs"))
+    leader = session.take(OWNER)
     assert isinstance(leader, TrialLeader)
-    job = session.job(leader, f"{objective}:objective", str(folder), str(folder / "checkpoints"))
+    job = session.job(leader, f"{objective}:objective", str(folder))
     job |= {"rank": 0, "world_size": 1, **Machine("here", None, 1).job(leader.taken.token)}
     trainer = playground.nursery.launch()
 
@@ -449,7 +449,8 @@ def here(session: StudySession, folder: Path, text: str):
 
 def test_a_trial_in_the_foreground(session, tmp_path, foreground, capsys):
     """`run_here` trains one trial in this process, prints where it is, and settles it with its reports."""
-    text = "def objective(trial):\n    trial.report(0.5, 1)\n    print('here')\n    return trial.suggest_float('x', 0, 1)\n"
+    text = "def objective(trial):\n    trial.report(0.5, 1)\n    print('here')\n"
+    text += "    return trial.suggest_float('x', 0, 1)\n"
     event = here(session, tmp_path, text)
     trial = session.study.trials[0]
     assert (event["state"], event["value"], event["steps"]) == ("COMPLETE", trial.params["x"], 1)
@@ -488,6 +489,6 @@ def test_ctrl_c_in_the_foreground(session, tmp_path, foreground):
 )  # fmt: skip
 def test_what_the_columns_cannot_hold(session, question):
     """A name that Optuna's columns cannot hold is the objective's error, and does not take the Worker down."""
-    leader = session.take(OWNER, "/logs")
+    leader = session.take(OWNER)
     assert "error" in leader.answer(0, question)
     assert leader.answer(0, {"op": "report", "value": 1.0, "step": 1}) == {"ok": None}

@@ -21,10 +21,17 @@ from tests.studies_at_hand import dsn, open_shop
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def shop(database_url):
-    with open_shop(database_url) as shop:
+@pytest.fixture(scope="module")
+def open_for_all(server, template):
+    with open_shop(server, template) as shop:
         yield shop
+
+
+@pytest.fixture
+def shop(open_for_all):
+    """An empty database with the schema."""
+    yield open_for_all
+    open_for_all.clear()
 
 
 @pytest.fixture
