@@ -38,7 +38,7 @@ class TrialLeader:
         self._port: int | None = None
         self._ended = False
         self.last_report: tuple[int, float] | None = None
-        self.saw_nan = False
+        self.diverged = False  # it reported NaN or an infinity
 
     @property
     def frozen(self) -> FrozenTrial:
@@ -74,6 +74,8 @@ class TrialLeader:
             return {"error": "Refused", "message": f"the trial cannot {message['op']!r}"}
         arguments = {key: value for key, value in message.items() if key != "op"}
         for name in (message.get("name", ""), message.get("key", "")):
+            if not isinstance(name, str):
+                return {"error": "TypeError", "message": f"a name is a string, not {name!r:.40}"}
             if len(name) > MAX_NAME or "\0" in name:
                 said = f"the name {name[:40]!r} has {len(name)} characters; the database holds {MAX_NAME}, and no NUL"
                 return {"error": "ValueError", "message": said}
@@ -109,12 +111,15 @@ class TrialLeader:
     def _op_report(self, rank: int, value: float, step: int) -> None:
         if step in self.frozen.intermediate_values:
             return  # Optuna keeps the first; a trial that resumed repeats its checkpoint's step
+        self.last_report = (step, value)
+        if not math.isfinite(value):
+            # Not on the row: it would move other trials' rungs and medians, and TPE would rank this one by its step.
+            self.diverged = True
+            return
         try:
             self._trial.report(value, step)
         except NotImplementedError as error:
             raise _Refusal(str(error)) from None
-        self.last_report = (step, value)
-        self.saw_nan = self.saw_nan or math.isnan(value)
 
     def _op_should_prune(self, rank: int, call: int) -> bool:
         if rank == 0:
@@ -127,8 +132,8 @@ class TrialLeader:
         return self._verdicts[call]
 
     def _verdict(self) -> bool:
-        if self.saw_nan:
-            return True  # a diverged trial does not recover, and pruners only look at it on a rung
+        if self.diverged:
+            return True  # it does not recover, and pruners would only look at it on a rung
         last = self.frozen.last_step
         if last is None or (self._spec.max_steps is not None and last >= self._spec.max_steps):
             return False  # it has used its whole budget: complete, never pruned by its last report

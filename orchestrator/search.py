@@ -86,8 +86,10 @@ def _pruner(chosen: Named, max_steps: int | None) -> BasePruner:
                 "the hyperband pruner must know how many steps a full trial reports: add max_steps (--max-steps N), or "
                 "`pruner: none` (--pruner none)"
             )
-        if options.get("min_resource", 1) > max_steps:
-            raise SpecError(f"the pruner 'hyperband' has no bracket: min_resource is above max_steps ({max_steps})")
+        if not 1 <= options.get("min_resource", 1) <= max_steps:
+            raise SpecError(f"the pruner 'hyperband' takes a min_resource from 1 to max_steps ({max_steps})")
+        if options.get("reduction_factor", 2) < 2:
+            raise SpecError("the pruner 'hyperband' takes a reduction_factor of 2 or more")
         options["max_resource"] = max_steps
     elif chosen.name == "asha" and options.setdefault("min_resource", 1) == "auto":
         raise SpecError("the pruner 'asha' takes a number for min_resource: `auto` may differ from worker to worker")
@@ -116,8 +118,8 @@ def _check(kind: str, known: Mapping[str, Callable[..., Any]], chosen: Named) ->
         if option not in takes:
             hint = nearest(option, takes) if takes else ": it has no options"
             raise SpecError(f"the {kind} {chosen.name!r} has no option {option!r}{hint}")
-        types = [JSON_TYPES[word] for word in takes[option].split(" | ") if word in JSON_TYPES]
-        if types and not any(_fits(value, wanted) for wanted in types):
+        words = takes[option].split(" | ")
+        if set(words) <= set(JSON_TYPES) and not any(_fits(value, JSON_TYPES[word]) for word in words):
             raise SpecError(f"the {kind} {chosen.name!r} takes {takes[option]} for {option}, not {value!r:.40}")
 
 

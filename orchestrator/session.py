@@ -154,7 +154,8 @@ class StudySession:
 
     def _ending(self, leader: TrialLeader, outcome: Outcome) -> tuple[TrialState, str, list[float] | None]:
         state, reason = ENDINGS[outcome.kind]
-        if leader.saw_nan or any(math.isnan(value) for value in outcome.values):
+        heeded = outcome.kind == "pruned" and leader.diverged
+        if heeded or any(math.isnan(value) for value in outcome.values):
             return TrialState.PRUNED, "nan", None
         trial = leader.frozen
         if outcome.kind == "pruned" and trial.last_step is not None:

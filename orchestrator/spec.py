@@ -126,6 +126,8 @@ def parse(values: Mapping[str, Any]) -> StudySpec:
         raise SpecError("the study needs an objective: package.module:function or path/to/file.py:function")
     try:
         return StudySpec(**values)
+    except RecursionError:
+        raise SpecError("the study's definition contains itself") from None
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"] if not str(part).startswith("function-"))

@@ -207,6 +207,8 @@ class Trial(BaseTrial):
             TypeError: JSON has no words for the value.
         """
         json.dumps(value)
+        if not isinstance(key, str):
+            raise TypeError(f"set_user_attr(key=...) takes a string, not {key!r:.40}")
         self._user_attrs[key] = value
         if self.rank == 0:
             self._leader.ask("set_user_attr", key=key, value=value)

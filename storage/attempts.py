@@ -167,7 +167,7 @@ def settle(
             kind = "FINITE" if math.isfinite(value) else ("INF_POS" if value > 0 else "INF_NEG")
             stored = value if math.isfinite(value) else None
             tx.run(SQL["set_value"], {**locked, "objective": objective, "value": stored, "value_type": kind})
-        if state == "FAIL":
+        if finished and state == "FAIL":
             # A failed trial does not judge others: Optuna's pruners would go on comparing with its rung marks.
             tx.run(SQL["take_off_rung_marks"], locked)
         if finished and reason == "nan":

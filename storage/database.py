@@ -149,11 +149,14 @@ def open_database(url: str) -> Database:
 def _build_schema(database: Database) -> None:
     with database.transaction() as tx:
         tx.run("SELECT pg_advisory_xact_lock(%(key)s)", {"key": SCHEMA_LOCK})
-        # Optuna creates its own tables on a connection of its own, while everyone else waits for our lock.
+        done = _schema_version(tx) or 0
+        if done == _migrations()[-1][0]:
+            return  # somebody else built it while we waited
+        # Optuna creates its own tables on a connection of its own, while everyone else waits for our lock; and before
+        # schema orch exists, where they would land for a role of that name.
         open_storage(database.url).engine.dispose()
         tx.run("CREATE SCHEMA IF NOT EXISTS orch")
         tx.run("CREATE TABLE IF NOT EXISTS orch.version (version integer PRIMARY KEY, applied_at timestamptz NOT NULL)")
-        done = _schema_version(tx) or 0
         for version, sql in _migrations():
             if version > done:
                 tx.run(sql)
@@ -161,8 +164,8 @@ def _build_schema(database: Database) -> None:
 
 
 def _schema_version(tx: Transaction) -> int | None:
-    row = tx.one("SELECT to_regclass('orch.version') IS NOT NULL AS there")
-    if row is None or not row["there"]:
+    # Read from the catalogue and not by to_regclass, which may answer from what this backend cached before it waited.
+    if tx.one("SELECT FROM pg_tables WHERE schemaname = 'orch' AND tablename = 'version'") is None:
         return None
     row = tx.one("SELECT max(version) AS version FROM orch.version")
     return None if row is None else row["version"]

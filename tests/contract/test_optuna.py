@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import warnings
 import zlib
@@ -166,6 +167,21 @@ def test_earlier_reports_do_prune_in_orch(session_of):
     assert ask(leader, "should_prune", call=0) is True
     event = session.settle(leader, Outcome("pruned"))
     assert (event["state"], event["reason"]) == ("PRUNED", "nan")
+
+
+@pytest.mark.parametrize("direction", ["minimize", "maximize"])
+@pytest.mark.parametrize("pruner", ["asha:reduction_factor=2", "median:n_startup_trials=1"])
+def test_an_infinite_report_judges_nobody(session_of, direction, pruner):
+    """Whatever infinities another trial has reported, a trial that is otherwise alone is not pruned."""
+    session = session_of(direction=direction, pruner=pruner)
+    for sign in (1, -1):
+        leader = take(session)
+        ask(leader, "report", value=sign * math.inf, step=1)
+        ask(leader, "should_prune", call=0)
+        session.settle(leader, Outcome("complete", (0.0,)))
+    leader = take(session)
+    ask(leader, "report", value=0.9, step=1)
+    assert ask(leader, "should_prune", call=0) is False
 
 
 def test_a_waiting_row_keeps_what_it_has(shop):

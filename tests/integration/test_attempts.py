@@ -264,6 +264,16 @@ def test_a_trial_that_was_ended_from_outside(shop, state):
     assert shop.try_take(study) is NotTaken.DONE
 
 
+def test_marks_of_a_trial_that_was_completed_from_outside(shop):
+    """An owner that fails after its trial was completed from outside leaves the trial's rung marks alone, too."""
+    taken = shop.take(shop.create())
+    plain = shop.optuna()
+    plain._storage.set_trial_system_attr(taken.trial_id, "completed_rung_0", 0.5)
+    plain._storage.set_trial_state_values(taken.trial_id, TrialState.COMPLETE, [0.5])
+    assert not shop.settle(taken, "FAIL", None, "error")
+    assert shop.optuna().trials[0].system_attrs == {"completed_rung_0": 0.5}
+
+
 def given_back(shop, study, checkpoint_step: int | None = None):
     """A trial with parameters, exact values and a rung mark that was given back."""
     taken = shop.take(study)

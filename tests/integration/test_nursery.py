@@ -346,15 +346,15 @@ def test_a_module_with_threads_is_not_forked(tmp_path):
         playground.close()
 
 
-def test_a_deaf_nursery(other):
+def test_a_deaf_nursery(playground):
     """Ctrl-C and SIGTERM in the terminal do not reach the nursery, which has a session of its own."""
-    other.nursery.wait()
-    process = other.nursery_process()
+    playground.nursery.wait()
+    process = playground.nursery_process()
     assert os.getsid(process.pid) != os.getsid(0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         process.send_signal(number)
-    assert other.run("def objective(trial):\n    return 1.0\n").values == (1.0,)
-    assert other.nursery.cold is None
+    assert playground.run("def objective(trial):\n    return 1.0\n").values == (1.0,)
+    assert playground.nursery.cold is None
 
 
 RESUMING = """
@@ -481,11 +481,12 @@ def test_ctrl_c_in_the_foreground(session, tmp_path, foreground):
     [
         {"op": "set_user_attr", "key": "k" * 600, "value": 1},
         {"op": "set_user_attr", "key": "a\0b", "value": 1},
+        {"op": "set_user_attr", "key": 5, "value": 1},
         {"op": "study_set_user_attr", "key": "k" * 600, "value": 1},
         {"op": "suggest", "name": "x" * 600, "distribution": '{"name": "IntDistribution", "attributes": '
          '{"step": 1, "low": 0, "high": 1, "log": false}}'},
     ],
-    ids=lambda question: f"{question['op']} {len(question.get('key', 'x'))}",
+    ids=lambda question: f"{question['op']} {str(question.get('key'))[:5]!r}",
 )  # fmt: skip
 def test_what_the_columns_cannot_hold(session, question):
     """A name that Optuna's columns cannot hold is the objective's error, and does not take the Worker down."""

@@ -221,3 +221,16 @@ def test_no_best_trial(shop):
     study = shop.create(directions=["MINIMIZE", "MAXIMIZE"])
     shop.optuna().add_trial(optuna.create_trial(values=[1.0, 2.0]))
     assert studies.best_trial(shop.database, study) is None
+
+
+def test_optunas_tables_are_where_every_role_looks(empty_database_url):
+    """Also for a role called orch, whose search path begins with our schema, Optuna's tables lie in public."""
+    open_database(empty_database_url).close()
+    open_database(empty_database_url).close()
+    with Database(empty_database_url).transaction() as tx:
+        user = tx.one("SELECT current_user AS name")
+        tables = tx.all("SELECT tablename, schemaname FROM pg_tables WHERE schemaname IN ('orch', 'public')")
+    assert user == {"name": "orch"}
+    places = {row["tablename"]: row["schemaname"] for row in tables}
+    assert len(places) == len(tables), "no table of ours is called like one of Optuna's"
+    assert (places["studies"], places["trials"], places["specs"]) == ("public", "public", "orch")

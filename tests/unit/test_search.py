@@ -129,6 +129,12 @@ def test_hyperband_without_a_bracket():
     assert "min_resource" in refusal(pruner="hyperband:min_resource=28")
 
 
+@pytest.mark.parametrize("pruner", ["hyperband:reduction_factor=1", "hyperband:min_resource=0"])
+def test_hyperband_that_cannot_count_its_brackets(pruner):
+    """Optuna checks Hyperband's numbers only in the first trial that reports: refused at creation instead."""
+    refusal(pruner=pruner)
+
+
 def test_asha_does_not_guess():
     """ASHA's first rung is at step 1, and `auto`, which two workers would resolve differently, is refused."""
     assert "min_resource" in refusal(pruner="asha:min_resource=auto")
@@ -153,6 +159,23 @@ def test_hyperband_inside_patient():
 def test_options_of_the_wrong_type(values):
     """An option that would only fail in the first trials of a Worker is refused when the study is defined."""
     refusal(**values)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"sampler": {"name": "cmaes", "x0": {"lr": 0.1}, "sigma0": 1, "popsize": None}},
+        {"sampler": {"name": "tpe", "prior_weight": 2, "multivariate": False, "group": False}},
+        {"sampler": "nsgaii:population_size=4,crossover_prob=1"},
+        {"pruner": "asha:min_resource=2,reduction_factor=2"},
+        {"pruner": "threshold:lower=0,upper=1e-3"},
+        {"pruner": "patient:patience=2,min_delta=0"},
+        {"pruner": "hyperband:min_resource=3,reduction_factor=3"},
+    ],
+)
+def test_options_of_the_right_type(values):
+    """Options of every kind that JSON can hold are accepted, whole numbers for floats too."""
+    build(**values)
 
 
 def test_patient_wraps():
