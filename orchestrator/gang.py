@@ -37,9 +37,14 @@ class Gang:
         self._outcomes: dict[int, Outcome] = {}
         self._trainer: Trainer | None = None
         self._stopped = False
+        self._gone: ray.exceptions.RayActorError | None = None
 
     def run(self, nursery: Nursery) -> Outcome:
-        """Run the trial on every rank until all have ended; the processes of all ranks are gone when it returns."""
+        """Run the trial on every rank until all have ended; the processes of all ranks are gone when it returns.
+
+        Raises:
+            ray.exceptions.RayActorError: a member's Worker died: the gang cannot train this or any other trial.
+        """
         me = ray.get_runtime_context().current_actor if self._members else None
         lent = [member.lend.remote(me, {**self._job, "rank": rank}) for rank, member in enumerate(self._members, 1)]
         watchers = [threading.Thread(target=self._watch, args=(i, ref)) for i, ref in enumerate(lent, 1)]
@@ -62,6 +67,8 @@ class Gang:
             trainer.bury()
             for watcher in watchers:
                 watcher.join()
+        if self._gone is not None:
+            raise self._gone
         return self._verdict()
 
     def rank_ended(self, rank: int, outcome: Outcome) -> None:
@@ -93,12 +100,13 @@ class Gang:
         trainer.stop()
 
     def _watch(self, rank: int, ref: Any) -> None:
-        """Wait for a member to be done with its rank; a member that died is a rank that crashed."""
+        """Wait for a member to be done with its rank; one that could not is a rank that crashed."""
         try:
             ray.get(ref)
         except Exception as error:
-            said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            self.rank_ended(rank, Outcome("crash", error=f"the Worker of rank {rank} is gone: {said}", rank=rank))
+            if isinstance(error, ray.exceptions.RayActorError):
+                self._gone = error
+            self.rank_ended(rank, Outcome("crash", error=f"the Worker of rank {rank} failed: {error}", rank=rank))
 
     def _wait_for_the_rest(self) -> None:
         """Give the other ranks time to end by themselves, as long as how rank 0 ended deserves."""

@@ -17,6 +17,7 @@ import pytest
 
 from storage import open_database
 from tests.runs import Orch
+from tests.studies_at_hand import Shop, open_shop
 
 
 @pytest.fixture(scope="session")
@@ -58,22 +59,40 @@ def _named(server: str, name: str) -> str:
     return f"{server.rpartition('/')[0]}/{name}"
 
 
+@contextlib.contextmanager
+def _database(server: str, more: str = "") -> Iterator[str]:
+    name = f"test_{uuid.uuid4().hex[:8]}"
+    _run_sql(server, f"CREATE DATABASE {name} {more}")
+    yield _named(server, name)
+    _run_sql(server, f"DROP DATABASE {name} WITH (FORCE)")
+
+
 @pytest.fixture
 def empty_database_url(server: str) -> Iterator[str]:
     """URL of a database with nothing in it."""
-    name = f"test_{uuid.uuid4().hex[:8]}"
-    _run_sql(server, f"CREATE DATABASE {name}")
-    yield _named(server, name)
-    _run_sql(server, f"DROP DATABASE {name} WITH (FORCE)")
+    with _database(server) as url:
+        yield url
 
 
 @pytest.fixture
 def database_url(server: str, template: str) -> Iterator[str]:
     """URL of a database with the schema and no study."""
-    name = f"test_{uuid.uuid4().hex[:8]}"
-    _run_sql(server, f"CREATE DATABASE {name} TEMPLATE {template}")
-    yield _named(server, name)
-    _run_sql(server, f"DROP DATABASE {name} WITH (FORCE)")
+    with _database(server, f"TEMPLATE {template}") as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def open_for_all(server: str, template: str) -> Iterator[Shop]:
+    """A database with the schema that the tests of a module share: `shop` empties it after each."""
+    with open_shop(server, template) as shop:
+        yield shop
+
+
+@pytest.fixture
+def shop(open_for_all: Shop) -> Iterator[Shop]:
+    """An empty database with the schema, and short words for what tests do with it."""
+    yield open_for_all
+    open_for_all.clear()
 
 
 @pytest.fixture

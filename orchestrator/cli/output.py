@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from typing import Any, TypeVar
@@ -53,7 +54,9 @@ def echo_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
 
 
 def echo_next(*commands: str) -> None:
-    """Say on stderr what to run next, so that stdout stays clean for pipes."""
+    """Say on stderr what to run next, so that stdout stays clean for pipes; ORCH_HINTS=off silences it in scripts."""
+    if os.environ.get("ORCH_HINTS") == "off":
+        return
     for i, command in enumerate(commands):
         click.echo(("next:  " if i == 0 else "       ") + command, err=True)
 

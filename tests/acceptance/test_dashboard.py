@@ -106,7 +106,8 @@ def serve():
 @pytest.fixture
 def browser(tmp_path):
     """A page of a real browser with a profile of its own, and what its console said was wrong."""
-    assert CHROMIUM.exists(), "this test needs a browser: apt-get install chromium"
+    if not CHROMIUM.exists() and not os.environ.get("CI"):
+        pytest.skip("no browser on this machine: apt-get install chromium")
     with sync_playwright() as playwright:
         context = playwright.chromium.launch_persistent_context(
             tmp_path / "profile", executable_path=CHROMIUM, args=FLAGS, viewport={"width": 1400, "height": 1000}

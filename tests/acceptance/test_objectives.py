@@ -9,7 +9,7 @@ import optuna
 from optuna.trial import TrialState
 
 from storage import open_storage
-from tests.runs import Orch
+from tests.runs import Orch, wait_for
 
 # A file of the user's that is called like one of our packages, and imports a sibling.
 PLAIN = """
@@ -163,4 +163,40 @@ def objective(trial):
     assert trials[1]["end_reason"] == "crash"
     assert "rank 1 left with exit code 3" in orch.ok("trial", "show", "b", "1")
     assert trials[2]["state"] == "COMPLETE", "the next trial starts on the same gang"
+    orch.nothing_left()
+
+
+def test_a_killed_member_of_a_gang_costs_no_trial(orch: Orch) -> None:
+    """SIGKILL of the Worker that lends its rank: the gang is started again, and the same trial goes on."""
+    orch.write(
+        "pair.py",
+        """
+import os, time
+import torch.distributed as dist
+
+def objective(trial):
+    x = trial.suggest_float("x", 0, 1)
+    trial.report(x, 1)
+    while not os.path.exists(trial.settings["go"]):
+        time.sleep(0.02)
+    dist.barrier()
+    return x
+""",
+    )
+    orch.ok(
+        "study", "create", "p", "--objective", "pair.py:objective", "--n-trials", "1", "--gpus-per-trial", "2",
+        "--pruner", "none", "--set", f"go={orch.folder / 'go'}",
+    )  # fmt: skip
+    pool = orch.start("pool", "start", "p", "--cpu", "2")
+    wait_for(lambda: [t for t in orch.json("trial", "list", "p") if t["last_step"] == 1], "the trial trains")
+    leader = orch.json("trial", "show", "p", "0")["attempts"][0]["pid"]
+    workers = [process for process in orch.processes() if process.cmdline()[0].startswith("ray::Worker")]
+    next(process for process in workers if process.pid != leader).kill()
+    wait_for(lambda: len(orch.json("trial", "show", "p", "0")["attempts"]) == 2, "a second attempt", 90.0)
+    (orch.folder / "go").touch()
+    _, said = pool.communicate(timeout=120)
+    assert pool.returncode == 0, said
+    trial = orch.json("trial", "show", "p", "0")
+    assert trial["state"] == "COMPLETE"
+    assert [attempt["end_reason"] for attempt in trial["attempts"]] == ["lost", "done"]
     orch.nothing_left()

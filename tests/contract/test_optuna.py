@@ -22,22 +22,8 @@ from orchestrator.session import StudySession
 from storage import attempts, studies
 from storage.attempts import Owner
 from tests.runs import wait_for
-from tests.studies_at_hand import open_shop
 
 X = distribution_to_json(IntDistribution(0, 1))
-
-
-@pytest.fixture(scope="module")
-def open_for_all(server, template):
-    with open_shop(server, template) as shop:
-        yield shop
-
-
-@pytest.fixture
-def shop(open_for_all):
-    """An empty database with the schema."""
-    yield open_for_all
-    open_for_all.clear()
 
 
 @pytest.fixture

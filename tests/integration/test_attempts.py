@@ -14,22 +14,8 @@ from optuna.trial import TrialState
 from storage import Database, StorageError, StudyNotFound, attempts, studies
 from storage.attempts import NotTaken
 from tests.runs import wait_for
-from tests.studies_at_hand import open_shop
 
 EXACT = {1: 0.1 + 0.2, 2: 5e-324, 3: math.nan, 4: math.inf, 5: -math.inf, 6: 1.7976931348623157e308, 7: 1 / 3}
-
-
-@pytest.fixture(scope="module")
-def open_for_all(server, template):
-    with open_shop(server, template) as shop:
-        yield shop
-
-
-@pytest.fixture
-def shop(open_for_all):
-    """An empty database with the schema."""
-    yield open_for_all
-    open_for_all.clear()
 
 
 def same(left: dict[int, float], right: dict[int, float]) -> bool:

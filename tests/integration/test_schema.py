@@ -16,22 +16,9 @@ from optuna.trial import TrialState
 
 from storage import Database, StorageError, StudyNotFound, open_database, open_storage, studies
 from storage.database import _migrations
-from tests.studies_at_hand import dsn, open_shop
+from tests.studies_at_hand import dsn
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def open_for_all(server, template):
-    with open_shop(server, template) as shop:
-        yield shop
-
-
-@pytest.fixture
-def shop(open_for_all):
-    """An empty database with the schema."""
-    yield open_for_all
-    open_for_all.clear()
 
 
 @pytest.fixture
