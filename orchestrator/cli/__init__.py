@@ -13,7 +13,7 @@ from storage.errors import OrchError
 
 # noun -> what `orch --help` says of it; the module of the same name holds the click command `command`.
 NOUNS = {
-    "study": "Create, list, show and delete studies.",
+    "study": "Create, list, show, stop and delete studies.",
     "trial": "List and show the trials of a study.",
     "pool": "Start workers on this machine or a Ray cluster.",
     "db": "The private PostgreSQL server of this machine.",

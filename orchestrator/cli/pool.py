@@ -73,6 +73,9 @@ def start_pool(
     result = run_pool(plan, database)
     database.close()
     click.echo(f"{study} {result.reason}: {result.standing.sentence()}", err=True)
+    if result.reason == "stopped":
+        echo_next(f"orch study resume {study}")
+        return
     if result.signal is not None:
         echo_next(f"orch pool start {study}")
         raise click.exceptions.Exit(128 + result.signal)

@@ -1,4 +1,4 @@
-"""`orch study`: create, list, show, best, delete."""
+"""`orch study`: create, list, show, best, stop, resume, delete."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from orchestrator.cli.output import echo_json, echo_next, echo_table, json_optio
 
 @click.group()
 def command() -> None:
-    """Create, list, show and delete studies."""
+    """Create, list, show, stop and delete studies."""
 
 
 def definition_options(function: Any) -> Any:
@@ -180,6 +180,43 @@ def echo_best(trial: dict[str, Any]) -> None:
         click.echo(f"  {key:<16} {value}")
     if trial["checkpoint"]:
         click.echo(f"  checkpoint       {trial['checkpoint']}")
+
+
+@command.command()
+@click.argument("name")
+@storage_option
+def stop(name: str, storage: str | None) -> None:
+    """Take no more trials for a study; those that run are finished. trial.study.stop() does the same.
+
+    \b
+    orch study stop digits
+    """
+    _set_desired(name, "stopped", storage)
+    click.echo(f"stopped study {name}: its pools end when their running trials are finished")
+    echo_next(f"orch study resume {_quoted(name)}")
+
+
+@command.command()
+@click.argument("name")
+@storage_option
+def resume(name: str, storage: str | None) -> None:
+    """Let pools take trials of a stopped study again.
+
+    \b
+    orch study resume digits
+    """
+    _set_desired(name, "active", storage)
+    click.echo(f"study {name} is active")
+    echo_next(f"orch pool start {_quoted(name)}")
+
+
+def _set_desired(name: str, desired: str, storage: str | None) -> None:
+    from orchestrator import api
+    from storage import open_database, studies
+
+    database = open_database(api.storage_url(storage))
+    studies.set_desired(database, studies.get(database, name).study_id, desired)
+    database.close()
 
 
 @command.command()

@@ -114,3 +114,22 @@ def test_adopted_trials_count_when_asked(orch: Orch) -> None:
     done = orch.run("pool", "start", "old", "--cpu", "1")
     assert done.returncode == 0
     assert len(study.trials) == 4
+
+
+def test_a_stopped_study_takes_no_trial_until_it_is_resumed(orch: Orch) -> None:
+    """`trial.study.stop()` ends the pool after the running trial; the study goes on after `orch study resume`."""
+    orch.write(
+        "once.py",
+        "def objective(trial):\n"
+        "    if trial.number == 0:\n"
+        "        trial.study.stop()\n"
+        "    return trial.suggest_float('x', 0, 1)\n",
+    )
+    orch.ok("study", "create", "s", "--objective", "once.py:objective", "--pruner", "none", "--n-trials", "3")
+    done = orch.run("pool", "start", "s", "--cpu", "1")
+    assert done.returncode == 0
+    assert "orch study resume s" in done.stderr
+    assert [trial["state"] for trial in orch.json("trial", "list", "s")] == ["COMPLETE"]
+    orch.ok("study", "resume", "s")
+    orch.ok("pool", "start", "s", "--cpu", "1")
+    assert len(orch.json("trial", "list", "s")) == 3
