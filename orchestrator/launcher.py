@@ -137,6 +137,7 @@ class Trainer:
         self._nursery = nursery
         self._channel = channel
         self._exit: int | None = None
+        self._last: int | None = None  # the id of the message that said how it ended
         self._stop_reader, self._stop_writer = socket.socketpair()
 
     def serve(self, job: Message, answer: Answer) -> Outcome:
@@ -163,7 +164,7 @@ class Trainer:
     def release(self) -> None:
         """Let the trainer leave: the answer to its last message."""
         with contextlib.suppress(OSError):  # it is gone already
-            self._channel.send({"ok": None})
+            self._channel.send({"ok": None, "id": self._last})
 
     def bury(self) -> None:
         """Wait until the trainer and all it started are gone, and kill what lingers."""
@@ -179,11 +180,12 @@ class Trainer:
         while True:
             while (message := self._channel.take()) is not None:
                 if message["op"] == "outcome":
+                    self._last = message["id"]
                     return Outcome(message["kind"], tuple(message.get("values", ())), message.get("error"), rank)
-                reply = answer(message)
+                reply = answer({key: value for key, value in message.items() if key != "id"})
                 if reply is None:
                     return self._end("cancelled", rank)
-                self._channel.send(reply)
+                self._channel.send({**reply, "id": message["id"]})
             ready = wait_readable([self._channel, self._nursery, self._stop_reader])
             if self._stop_reader in ready:
                 return self._end("stopped", rank)

@@ -12,12 +12,13 @@ from typing import Any
 
 import optuna
 from optuna.distributions import distribution_to_json, json_to_distribution
-from optuna.exceptions import UpdateFinishedTrialError
+from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, TrialState
+from sqlalchemy.exc import DataError, SQLAlchemyError
 
 from orchestrator.spec import MAX_NAME, StudySpec
 from orchestrator.wire import Message
-from storage import Database, attempts, studies
+from storage import Database, StorageError, attempts, studies
 from storage.attempts import Taken
 
 
@@ -76,8 +77,8 @@ class TrialLeader:
         for name in (message.get("name", ""), message.get("key", "")):
             if not isinstance(name, str):
                 return {"error": "TypeError", "message": f"a name is a string, not {name!r:.40}"}
-            if len(name) > MAX_NAME or "\0" in name:
-                said = f"the name {name[:40]!r} has {len(name)} characters; the database holds {MAX_NAME}, and no NUL"
+            if len(name) > MAX_NAME or storable(name) != name:
+                said = f"the database holds names of {MAX_NAME} characters without NUL and surrogates, not {name!r:.60}"
                 return {"error": "ValueError", "message": said}
         try:
             with self._lock:
@@ -86,6 +87,13 @@ class TrialLeader:
             return None  # ended from outside: by the dashboard, or by another script
         except _Refusal as refusal:
             return {"error": refusal.error, "message": str(refusal)}
+        except (StorageError, SQLAlchemyError, StorageInternalError, KeyError) as error:
+            if isinstance(error.__cause__, DataError):
+                return {"error": "ValueError", "message": f"the database cannot hold it: {error.__cause__.orig}"}
+            raise
+        except Exception as error:
+            # What Optuna's sampler or pruner makes of the objective's arguments (an infinite range) is the trial's.
+            return {"error": "ValueError", "message": f"{message['op']}: {type(error).__name__}: {error}"}
 
     def end(self) -> None:
         """Let go of the ranks that wait for a verdict or for the rendezvous: none will come."""
@@ -105,6 +113,8 @@ class TrialLeader:
         try:
             return float(wanted.to_internal_repr(self._trial._suggest(name, wanted)))
         except ValueError as error:
+            if name in self._trial._fixed_params:
+                raise _Refusal(f"parameter {name!r}, as it was enqueued: {error}", "ValueError") from None
             # The same for every trial: choices that changed, a distribution of another kind, a point off the grid.
             raise _Refusal(f"parameter {name!r}: {error}") from None
 
@@ -178,6 +188,11 @@ class TrialLeader:
 
     def _op_study_stop(self, rank: int) -> None:
         studies.set_desired(self._database, self._study._study_id, "stopped")
+
+
+def storable(text: str) -> str:
+    """A text as PostgreSQL can hold it: NUL and lone surrogates, which an error message may quote, are spelled out."""
+    return text.replace("\0", "\\0").encode("utf-8", "backslashreplace").decode()
 
 
 class _Refusal(Exception):

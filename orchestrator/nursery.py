@@ -86,11 +86,16 @@ def _preload_objective(reference: str, folder: str) -> str | None:
         return _begin_again("its module touches CUDA when imported")
     if _threads() > threads:
         return _begin_again("its module starts threads when imported")
+    if _children():
+        # They would be taken for what a trial left behind, and killed after the first one.
+        return _begin_again("its module starts processes when imported")
     return None
 
 
 def _begin_again(reason: str) -> NoReturn:
     """A process that holds CUDA or threads must not be forked: start over, this time without the objective."""
+    for pid in _children():
+        os.kill(pid, signal.SIGKILL)
     setup = json.dumps({**json.loads(sys.argv[2]), "cold": reason})
     os.execv(sys.executable, [sys.executable, "-P", "-m", "orchestrator.nursery", sys.argv[1], setup])
 

@@ -16,7 +16,7 @@ from optuna.trial import TrialState
 from orchestrator import search
 from orchestrator.files import attempt_folder
 from orchestrator.launcher import Outcome
-from orchestrator.leader import TrialLeader, after_trial
+from orchestrator.leader import TrialLeader, after_trial, storable
 from orchestrator.spec import StudySpec, from_stored
 from storage import StudyNotFound, attempts, open_database, open_storage, studies
 from storage.attempts import NotTaken, Owner, Taken
@@ -133,7 +133,8 @@ class StudySession:
             return {"event": "given_back" if stopped else "cancelled", "trial": taken.number}
         state, reason, values = self._ending(leader, outcome)
         after_trial(self.study, leader.frozen, state, values)
-        if not attempts.settle(self.database, taken.token, state.name, values, reason, outcome.error):
+        error = None if outcome.error is None else storable(outcome.error)
+        if not attempts.settle(self.database, taken.token, state.name, values, reason, error):
             return {"event": "cancelled", "trial": taken.number}
         if state is not TrialState.COMPLETE:
             # Nobody goes on from it; the folder of the trial holds those of its earlier attempts, too.
@@ -145,7 +146,7 @@ class StudySession:
             "reason": reason,
             "value": values[0] if values else None,
             "steps": len(leader.frozen.intermediate_values),
-            "error": outcome.error,
+            "error": error,
             "log_path": os.fspath(Path(taken.log_path, f"rank{outcome.rank}.log")),
         }
 

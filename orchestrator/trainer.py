@@ -5,6 +5,8 @@ It holds no credentials and never sees the database: everything it asks goes ove
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import random
 import socket
@@ -38,8 +40,9 @@ def main(sock: socket.socket) -> None:
         outcome = run(job, leader)
     except KeyboardInterrupt as error:  # raised by the objective: nobody presses Ctrl-C here
         outcome = _failure(error)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # the objective may have closed or replaced it
+            stream.flush()
     # The answer comes when every rank has said how it ended: until then rank 0 keeps the rendezvous open for the rest.
     leader.ask("outcome", **outcome)
 
@@ -67,7 +70,8 @@ def run(job: dict[str, Any], leader: Asks) -> dict[str, Any]:
 
 def _failure(error: BaseException) -> dict[str, Any]:
     text = _traceback(error)
-    print(text, file=sys.stderr)
+    with contextlib.suppress(Exception):
+        print(text, file=sys.stderr)
     return {"kind": "oom" if _is_out_of_memory(error) else "error", "error": text}
 
 
@@ -166,5 +170,6 @@ def _redirect_output(folder: Path, rank: int) -> None:
     os.dup2(log, 2)
     os.close(log)
     # Lines reach the file as they are printed: the file is read while the trial runs, and after a kill.
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    sys.stderr.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    for stream in (sys.__stdout__, sys.__stderr__):
+        if isinstance(stream, io.TextIOWrapper):  # a module may have put something of its own in sys.stdout
+            stream.reconfigure(line_buffering=True)

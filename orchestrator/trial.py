@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 from collections.abc import Callable, Sequence
 from datetime import datetime
@@ -46,6 +47,7 @@ class Leader:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._lock = threading.Lock()
+        self._asked = 0
 
     def ask(self, op: str, **arguments: Any) -> Any:
         """Ask, and wait for the answer.
@@ -55,11 +57,19 @@ class Leader:
             SystemExit: the Worker is gone; there is nobody left to train for.
         """
         with self._lock:
-            self._channel.send({"op": op, **arguments})
-            answer = self._channel.receive()
-        if answer is None:
-            raise SystemExit("the Worker is gone")
-        return read_answer(answer)
+            self._asked += 1
+            question = {"op": op, "id": self._asked, **arguments}
+            # A signal handler of the objective's (a timeout) may raise: not in the middle of a line, and an answer that
+            # was not waited for must not become that of the next question.
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+            try:
+                self._channel.send(question)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            while (answer := self._channel.receive()) is not None:
+                if answer["id"] == question["id"]:
+                    return read_answer(answer)
+        raise SystemExit("the Worker is gone")
 
 
 def read_answer(answer: Message) -> Any:
