@@ -80,7 +80,7 @@ def create_study(
 def gather(name: str | None, file: str | None, values: Mapping[str, Any]) -> tuple[dict[str, Any], Path]:
     """Merge a study file with values that win over it; returns them with the folder that paths are seen from."""
     given = read_file(file) if file is not None else {}
-    folder = Path.cwd()
+    folder = _here()
     if file is not None and "objective" in given and "objective" not in values:
         folder = Path(file).resolve().parent
     if name is not None:
@@ -218,7 +218,7 @@ def find_objective(record: StudyRecord, spec: StudySpec, *, accept: bool = False
     facts = record.facts or {}
     recorded, there = facts["objective"], facts["folder"]
     found: list[tuple[str, str, Source]] = []
-    for folder in dict.fromkeys([str(Path.cwd()), there]):
+    for folder in dict.fromkeys([str(_here()), there]):
         reference = objective_code.resolve(spec.objective, folder)
         try:
             found.append((reference, folder, objective_code.read_source(reference, folder)))
@@ -229,7 +229,7 @@ def find_objective(record: StudyRecord, spec: StudySpec, *, accept: bool = False
             return candidate
     if not found:
         raise ObjectiveError(
-            f"the objective {spec.objective} is neither below {Path.cwd()} nor at {recorded['path']}: copy it here, or "
+            f"the objective {spec.objective} is neither below {_here()} nor at {recorded['path']}: copy it here, or "
             "start the pool in its folder"
         )
     if not accept:
@@ -272,6 +272,13 @@ def _check_directions(existing: StudyRecord, spec: StudySpec) -> None:
             f"study {spec.name!r} has the direction {', '.join(existing.directions).lower()}, not "
             f"{', '.join(spec.directions)}: a study's direction cannot change"
         )
+
+
+def _here() -> Path:
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        raise SpecError("the working folder was deleted: cd to another one") from None
 
 
 def _short(value: Any) -> str:

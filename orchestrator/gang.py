@@ -58,6 +58,7 @@ class Gang:
         try:
             mine = trainer.serve({**self._job, "rank": 0}, lambda message: self._leader.answer(0, message))
             self.rank_ended(0, mine)
+            self._leader.rank_0_ended(mine.kind == "pruned")
             self._wait_for_the_rest()
         finally:
             # Also when the database failed us: no rank may go on without its leader.

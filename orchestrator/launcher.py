@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from orchestrator.errors import PoolError
 from orchestrator.objective import without_secrets
@@ -137,6 +140,7 @@ class Trainer:
         self._nursery = nursery
         self._channel = channel
         self._exit: int | None = None
+        self._token = ""
         self._last: int | None = None  # the id of the message that said how it ended
         self._stop_reader, self._stop_writer = socket.socketpair()
 
@@ -145,6 +149,7 @@ class Trainer:
 
         An answer of None ends the trainer as ``cancelled``: its trial is not this Worker's any more.
         """
+        self._token = job["token"]
         try:
             self._channel.send(job)
             return self._converse(answer, job["rank"])
@@ -202,13 +207,28 @@ class Trainer:
         return Outcome(kind, rank=rank)
 
     def _wait_for_exit(self) -> None:
-        event = self._nursery.event() if self._exit is None else None
+        """The channel is closed or the trainer was killed: it ends now, and if it lingers it is killed."""
+        if self._exit is not None:
+            return
+        if not wait_readable([self._nursery], EXIT_GRACE_S):
+            self._nursery.kill()
+        event = self._nursery.event()
         if event is not None:
             self._exit = event["exit"]
-        elif self._exit is None:
-            self._exit = -9  # the nursery is gone, and took the trainer along
+        else:
+            self._exit = -signal.SIGKILL  # the nursery is gone, and took the trainer along
+            _sweep(self._token)
 
     def _crash(self, rank: int) -> Outcome:
         assert self._exit is not None
         how = f"was killed by signal {-self._exit}" if self._exit < 0 else f"left with exit code {self._exit}"
         return Outcome("crash", error=f"the trainer of rank {rank} {how} before the objective returned", rank=rank)
+
+
+def _sweep(token: str) -> None:
+    """Kill what a trainer left behind, when the nursery that would have done it is dead: known by its environment."""
+    mark = f"ORCH_ATTEMPT={token}".encode()
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if mark in Path("/proc", pid, "environ").read_bytes().split(b"\0"):
+                os.kill(int(pid), signal.SIGKILL)

@@ -36,6 +36,7 @@ class TrialLeader:
         self._changed = threading.Condition(self._lock)
         self._threads = {threading.get_ident()}
         self._verdicts: list[bool] = []
+        self._last_verdict: bool | None = None
         self._port: int | None = None
         self._ended = False
         self.last_report: tuple[int, float] | None = None
@@ -95,6 +96,12 @@ class TrialLeader:
             # What Optuna's sampler or pruner makes of the objective's arguments (an infinite range) is the trial's.
             return {"error": "ValueError", "message": f"{message['op']}: {type(error).__name__}: {error}"}
 
+    def rank_0_ended(self, pruned: bool) -> None:
+        """Answer verdicts that rank 0 will not ask for any more: the others may ask once more in an uneven epoch."""
+        with self._changed:
+            self._last_verdict = pruned
+            self._changed.notify_all()
+
     def end(self) -> None:
         """Let go of the ranks that wait for a verdict or for the rendezvous: none will come."""
         with self._changed:
@@ -136,8 +143,10 @@ class TrialLeader:
             self._verdicts.append(self._verdict())
             self._changed.notify_all()
         while len(self._verdicts) <= call:
+            if self._last_verdict is not None:
+                return self._last_verdict  # rank 0 ended without asking as often
             if self._ended:
-                raise _Refusal("rank 0 has ended")
+                raise UpdateFinishedTrialError
             self._changed.wait()
         return self._verdicts[call]
 
@@ -169,7 +178,7 @@ class TrialLeader:
     def _op_rendezvous(self, rank: int) -> int:
         while self._port is None:
             if self._ended:
-                raise _Refusal("rank 0 has ended")
+                raise UpdateFinishedTrialError
             self._changed.wait()
         return self._port
 

@@ -27,7 +27,7 @@ from storage.url import is_loopback
 
 POLL_S = 0.2
 COUNTS_S = 1.0
-STOP_GRACE_S = 10.0  # to give running trials back, when the pool ends by an error
+STOP_GRACE_S = 10.0  # to give running trials back, when the pool is stopped or ends by an error
 MAX_RESPAWNS = 3  # of one gang, in a row, without a settled trial between
 
 
@@ -102,8 +102,11 @@ class _Signals:
 
     def listen(self) -> None:
         """Take over the signals."""
-        for number in self.NUMBERS:
-            signal.signal(number, lambda number, frame: self.seen.append(number))
+        for number, before in self._before:
+            if before is signal.SIG_IGN:  # nohup
+                signal.signal(number, signal.SIG_IGN)
+            else:
+                signal.signal(number, lambda number, frame: self.seen.append(number))
 
     def __enter__(self) -> _Signals:
         self._before = [(number, signal.getsignal(number)) for number in self.NUMBERS]
@@ -129,6 +132,7 @@ class _Pool:
         self._first_failure: str | None = None
         self._heeded = 0
         self._told_cold = False
+        self._stop_by: float | None = None
         self._counted_at = 0.0
 
     def run(self) -> str:
@@ -147,6 +151,9 @@ class _Pool:
         self._progress.say(f"{n_gangs * size} Workers are up ({self._device()}), {n_gangs} trials at a time")
         reasons = []
         while self._crews:
+            if self._stop_by is not None and time.monotonic() > self._stop_by:
+                reasons.append("halted")  # somebody hangs; close() ends it and gives its trial back
+                break
             reason = self._watch()
             if reason is not None:
                 reasons.append(reason)
@@ -223,6 +230,7 @@ class _Pool:
             self._progress.say("draining: running trials are finished, no new ones taken; once more to stop now")
         else:
             self._progress.say("stopping: running trials go back to the study")
+            self._stop_by = time.monotonic() + STOP_GRACE_S
         for crew in self._crews.values():
             (crew.leader.drain if self._heeded == 1 else crew.leader.stop).remote()
 

@@ -71,6 +71,7 @@ class StudySession:
             raise StudyNotFound(f"study {name!r} has no definition: `orch study create {name} --adopt` gives it one")
         self.name, self._log_root, self._checkpoint_root = name, log_root, checkpoint_root
         self.study_id = record.study_id
+        self._uid = record.uid or ""
         self.spec: StudySpec = from_stored(record.spec)
         self.study = optuna.load_study(
             study_name=name,
@@ -99,7 +100,7 @@ class StudySession:
         token = uuid.uuid4()
 
         def log_path(number: int) -> str:
-            return str(attempt_folder(self._log_root, self.study_id, number, str(token)))
+            return str(attempt_folder(self._log_root, self._uid, number, str(token)))
 
         taken = attempts.take(self.database, self.study_id, owner, token, log_path)
         if isinstance(taken, NotTaken):
@@ -151,7 +152,7 @@ class StudySession:
         }
 
     def _checkpoint_folder(self, taken: Taken) -> Path:
-        return attempt_folder(self._checkpoint_root, self.study_id, taken.number, taken.token)
+        return attempt_folder(self._checkpoint_root, self._uid, taken.number, taken.token)
 
     def _ending(self, leader: TrialLeader, outcome: Outcome) -> tuple[TrialState, str, list[float] | None]:
         state, reason = ENDINGS[outcome.kind]

@@ -147,7 +147,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
         document = yaml.load(Path(path).read_text(), _Yaml)
     except OSError as error:
         raise SpecError(f"cannot read the study file {path}: {error.strerror}") from None
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark is not None else ""
         said = " ".join(str(getattr(error, "problem", None) or error).split())
@@ -170,7 +170,7 @@ def parse_pairs(pairs: Iterable[str]) -> dict[str, Any]:
             raise SpecError(f"{pair!r} must be KEY=VALUE")
         try:
             found[key.strip()] = yaml.load(text, _Yaml)
-        except (yaml.YAMLError, ValueError):
+        except (yaml.YAMLError, ValueError, RecursionError):
             raise SpecError(f"the value of {pair!r} cannot be read: quote it") from None
     return found
 

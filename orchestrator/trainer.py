@@ -30,6 +30,7 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 def main(sock: socket.socket) -> None:
     """Run one rank of one trial; the job is the first message on the socket, the outcome the last."""
+    sock.settimeout(None)  # whatever default the objective's module has set
     channel = Channel(sock)
     job = channel.receive()
     if job is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
@@ -48,14 +49,18 @@ class Leader:
         self._channel = channel
         self._lock = threading.Lock()
         self._asked = 0
+        self._pid = os.getpid()
 
     def ask(self, op: str, **arguments: Any) -> Any:
         """Ask, and wait for the answer.
 
         Raises:
             Refused, ValueError, TypeError, KeyError: what the leader answered.
+            RuntimeError: this is a fork of the trial's process, and would take its answers.
             SystemExit: the Worker is gone; there is nobody left to train for.
         """
+        if os.getpid() != self._pid:
+            raise RuntimeError("only the process that the trial was given to can ask it; a forked one cannot")
         with self._lock:
             self._asked += 1
             question = {"op": op, "id": self._asked, **arguments}

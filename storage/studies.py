@@ -24,6 +24,7 @@ class StudyRecord:
 
     study_id: int
     name: str
+    uid: str | None  # names the study's files; study_id is the same in another database
     directions: tuple[str, ...]  # "MINIMIZE" or "MAXIMIZE", one per objective
     spec: dict[str, Any] | None
     facts: dict[str, Any] | None

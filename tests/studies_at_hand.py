@@ -13,7 +13,7 @@ import psycopg2
 from storage import Database, attempts, open_database, open_storage, studies
 from storage.attempts import Attempt, NotTaken, Owner, Taken
 
-OWNER = Owner("test/0", "host", 1, "boot/1/1", ("GPU-1",))
+OWNER = Owner("test/0", "host", 1, "boot/1/1/1", ("GPU-1",))
 
 
 class Shop:

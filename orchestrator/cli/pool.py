@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shlex import quote
 from typing import Any
 
 import click
@@ -74,9 +75,9 @@ def start_pool(
     database.close()
     click.echo(f"{study} {result.reason}: {result.standing.sentence()}", err=True)
     if result.reason == "stopped":
-        echo_next(f"orch study resume {study}")
+        echo_next(f"orch study resume {quote(study)}")
         return
     if result.signal is not None:
-        echo_next(f"orch pool start {study}")
+        echo_next(f"orch pool start {quote(study)}")
         raise click.exceptions.Exit(128 + result.signal)
-    echo_next(f"orch study best {study}", f"orch trial list {study}", "orch dashboard")
+    echo_next(f"orch study best {quote(study)}", f"orch trial list {quote(study)}", "orch dashboard")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from shlex import quote
 from typing import Any
 
 import click
@@ -68,6 +69,6 @@ def _run_here(url: str, name: str, accept_objective: bool) -> None:
         click.echo(f"no trial was taken: {event.value}", err=True)
         return
     Progress(Standing(name, None)).event({**event, "duration_s": time.monotonic() - started})
-    echo_next(f"orch trial show {name} {event['trial']}")
+    echo_next(f"orch trial show {quote(name)} {event['trial']}")
     if event.get("state") == "FAIL":
         raise click.exceptions.Exit(1)

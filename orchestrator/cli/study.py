@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shlex import quote
 from typing import Any
 
 import click
@@ -77,7 +78,7 @@ def create(
         click.echo(f"study {spec.name} exists already with this definition")
     else:
         click.echo(f"{'adopted' if adopt else 'created'} study {spec.name}: {_summary(spec)}")
-    echo_next(f"orch pool start {_quoted(spec.name)}", f"orch study show {_quoted(spec.name)}")
+    echo_next(f"orch pool start {quote(spec.name)}", f"orch study show {quote(spec.name)}")
 
 
 @command.command("list")
@@ -144,7 +145,7 @@ def show(name: str, as_json: bool, storage: str | None) -> None:
         click.echo(f"  source      {objective['path']}  sha256 {objective['sha256'][:12]}")
         click.echo(f"  git commit  {record.facts['git_commit'] or '-'}")
         click.echo(f"  created     {record.created_at:%Y-%m-%d %H:%M:%S %Z} by {record.facts['created_by']}")
-    echo_next(f"orch trial list {_quoted(name)}", f"orch study best {_quoted(name)}")
+    echo_next(f"orch trial list {quote(name)}", f"orch study best {quote(name)}")
 
 
 @command.command()
@@ -163,14 +164,14 @@ def best(name: str, as_json: bool, storage: str | None) -> None:
     trials = read.best_trials(api.storage_url(storage), name)
     if not trials:
         raise StudyNotFound(
-            f"study {name!r} has no complete trial yet: `orch trial list {_quoted(name)}` shows what there is"
+            f"study {name!r} has no complete trial yet: `orch trial list {quote(name)}` shows what there is"
         )
     if as_json:
         echo_json(trials[0] if len(trials[0]["values"]) == 1 else trials)
         return
     for trial in trials:
         echo_best(trial)
-    echo_next(f"orch trial show {_quoted(name)} {trials[0]['number']}")
+    echo_next(f"orch trial show {quote(name)} {trials[0]['number']}")
 
 
 def echo_best(trial: dict[str, Any]) -> None:
@@ -193,7 +194,7 @@ def stop(name: str, storage: str | None) -> None:
     """
     _set_desired(name, "stopped", storage)
     click.echo(f"stopped study {name}: its pools end when their running trials are finished")
-    echo_next(f"orch study resume {_quoted(name)}")
+    echo_next(f"orch study resume {quote(name)}")
 
 
 @command.command()
@@ -207,7 +208,7 @@ def resume(name: str, storage: str | None) -> None:
     """
     _set_desired(name, "active", storage)
     click.echo(f"study {name} is active")
-    echo_next(f"orch pool start {_quoted(name)}")
+    echo_next(f"orch pool start {quote(name)}")
 
 
 def _set_desired(name: str, desired: str, storage: str | None) -> None:
@@ -238,7 +239,8 @@ def delete(name: str, yes: bool, storage: str | None) -> None:
         click.confirm(f"delete study {name} with its {sum(record.counts.values())} trials?", abort=True, err=True)
     studies.delete(database, record.study_id)
     database.close()
-    files.remove_study(record.study_id)
+    if record.uid is not None:
+        files.remove_study(record.uid)
     click.echo(f"deleted study {name}")
 
 
@@ -264,12 +266,6 @@ def _readable(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key}={item}" for key, item in value.items()) or "-"
     return "-" if value is None else str(value)
-
-
-def _quoted(name: str) -> str:
-    import shlex
-
-    return shlex.quote(name)
 
 
 def _as_json(record: Any, best: tuple[int, float] | None, *, whole: bool = False) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shlex import quote
 from typing import Any
 
 import click
@@ -53,7 +54,7 @@ def list_(study: str, state: tuple[str, ...], as_json: bool, storage: str | None
     )
     failed = [trial for trial in trials if trial["state"] == "FAIL"]
     if failed:
-        echo_next(f"orch trial show {study} {failed[0]['number']}")
+        echo_next(f"orch trial show {quote(study)} {failed[0]['number']}")
 
 
 @command.command()

@@ -5,6 +5,7 @@
 
 CREATE TABLE orch.specs (
     study_id         integer PRIMARY KEY REFERENCES studies ON DELETE CASCADE,
+    uid              uuid NOT NULL DEFAULT gen_random_uuid(),
     spec             jsonb NOT NULL,
     facts            jsonb NOT NULL,
     desired          text NOT NULL DEFAULT 'active' CHECK (desired IN ('active', 'paused', 'stopped')),
@@ -15,6 +16,8 @@ CREATE TABLE orch.specs (
 );
 COMMENT ON COLUMN orch.specs.spec IS 'The definition of the study (orchestrator.spec.StudySpec); never changes';
 COMMENT ON COLUMN orch.specs.facts IS 'The objective''s source, its sha256, git commit and package versions; for people, never executed';
+
+COMMENT ON COLUMN orch.specs.uid IS 'Names the study''s files: two databases on one machine both have a study 1';
 
 CREATE TABLE orch.attempts (
     token            uuid PRIMARY KEY,

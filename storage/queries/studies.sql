@@ -15,7 +15,7 @@ RETURNING study_id
 
 -- name: find
 -- One study by its name, with its definition if it has one.
-SELECT s.study_id, s.study_name AS name, o.spec, o.facts, o.desired, o.n_trials, o.n_history, o.created_at,
+SELECT s.study_id, s.study_name AS name, o.uid::text, o.spec, o.facts, o.desired, o.n_trials, o.n_history, o.created_at,
        (SELECT array_agg(d.direction::text ORDER BY d.objective) FROM study_directions d
          WHERE d.study_id = s.study_id) AS directions
   FROM studies s LEFT JOIN orch.specs o USING (study_id)
@@ -27,7 +27,7 @@ SELECT study_name FROM studies ORDER BY study_id
 
 -- name: list
 -- Every study with its counts of trials by state.
-SELECT s.study_id, s.study_name AS name, o.spec, o.desired, o.n_trials, o.n_history, o.created_at,
+SELECT s.study_id, s.study_name AS name, o.uid::text, o.spec, o.desired, o.n_trials, o.n_history, o.created_at,
        (SELECT array_agg(d.direction::text ORDER BY d.objective) FROM study_directions d
          WHERE d.study_id = s.study_id) AS directions,
        coalesce((SELECT jsonb_object_agg(state, n) FROM (

@@ -46,7 +46,7 @@ def session_of(shop, tmp_path):
 
 
 def take(session: StudySession) -> TrialLeader:
-    leader = session.take(Owner("w", "h", 1, "boot/1/1"))
+    leader = session.take(Owner("w", "h", 1, "boot/1/1/1"))
     assert isinstance(leader, TrialLeader)
     return leader
 

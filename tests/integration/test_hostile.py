@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import optuna
 import pytest
@@ -13,7 +14,7 @@ from storage import open_database, studies
 from storage.attempts import Owner
 from tests.trainers import Playground, StubLeader
 
-OWNER = Owner("w", "here", 1, "boot/1/1")
+OWNER = Owner("w", "here", 1, "boot/1/1/1")
 FLOAT = '{"name": "FloatDistribution", "attributes": {"step": null, "low": 0.0, "high": %s, "log": false}}'
 
 
@@ -163,3 +164,49 @@ def test_an_enqueued_value_that_is_no_choice_fails_its_own_trial_only(session):
     changed = choices.replace('"b"', '"c"')
     assert leader.answer(0, {"op": "suggest", "name": "c", "distribution": changed})["error"] == "Refused"
     assert len(optuna.load_study(study_name="s", storage=session.study._storage).trials) == 3
+
+
+def test_a_fork_of_the_trial_cannot_ask_and_takes_no_answers(playground):
+    """A forked child that asks the trial gets an error of its own; the parent's answers stay right."""
+    text = """
+        import os
+        def objective(trial):
+            child = os.fork()
+            try:
+                values = [trial.suggest_float(str(index), 0, 1000) for index in range(200)]
+            except RuntimeError:
+                os._exit(5)
+            assert values == list(range(200))
+            return float(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    """
+    assert playground.run(text, Echo()).values == (5.0,)
+
+
+@pytest.mark.parametrize("pruned", [True, False])
+def test_a_rank_may_ask_for_a_verdict_more_than_rank_0(session, pruned):
+    """When rank 0 has ended, a verdict it never asked for is how it ended, and nobody waits for it."""
+    leader = session.take(OWNER)
+    leader.rank_0_ended(pruned)
+    assert leader.answer(1, {"op": "should_prune", "call": 0}) == {"ok": pruned}
+    leader.end()
+    assert leader.answer(1, {"op": "should_prune", "call": 1}) is None
+
+
+def test_two_databases_on_one_machine_keep_their_files_apart(session, empty_database_url, tmp_path):
+    """The first studies of two databases have the same id, and never the same folder."""
+    spec = session.spec.to_json()
+    database = open_database(empty_database_url)
+    assert studies.create(database, "s", ["MINIMIZE"], spec, {}, None) is not None
+    database.close()
+    other = StudySession(empty_database_url, "s", str(tmp_path / "logs"), str(tmp_path / "checkpoints"))
+    mine, theirs = session.take(OWNER), other.take(OWNER)
+    assert session.study_id == other.study_id
+    assert mine.taken.number == theirs.taken.number
+    folders = [
+        Path(s.job(leader, "f", "/")["checkpoint_folder"]).parent for s, leader in ((session, mine), (other, theirs))
+    ]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    session.settle(mine, Outcome("error", error="x"))
+    assert [folder.exists() for folder in folders] == [False, True]
+    other.close()

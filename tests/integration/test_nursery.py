@@ -22,7 +22,7 @@ from tests.runs import wait_for
 from tests.trainers import FOREVER, LEFTOVERS, MARK, Playground, StubLeader, leaving
 
 ROOT = Path(__file__).parents[2]
-OWNER = Owner("w", "here", 1, "boot/1/1")
+OWNER = Owner("w", "here", 1, "boot/1/1/1")
 
 
 @pytest.fixture(scope="module")
