@@ -260,7 +260,7 @@ def _same_definition(existing: StudyRecord, checked: Checked, accept: bool) -> S
     if not accept and (existing.facts or {})["objective"]["sha256"] != checked.facts["objective"]["sha256"]:
         raise SpecError(
             f"study {spec.name!r} exists, and its objective has changed since: choose another name, or go on with the "
-            f"new one by `orch pool start {spec.name} --accept-objective`"
+            "new one by --accept-objective (of `orch run` and `orch pool start`)"
         )
     return stored
 

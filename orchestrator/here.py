@@ -52,6 +52,6 @@ def run_here(url: str, study: str, objective: str, folder: str) -> dict[str, Any
             session.settle(leader, Outcome("stopped"))
             raise
         outcome = Outcome(said["kind"], tuple(said.get("values", ())), said.get("error"))
-        return session.settle(leader, outcome)
+        return {**session.settle(leader, outcome), "log_path": "(above)"}  # nothing was redirected
     finally:
         session.close()

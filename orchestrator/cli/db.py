@@ -92,7 +92,8 @@ def status(as_json: bool) -> None:
 
 @command.command()
 @click.option("--show-password", is_flag=True, help="Print the password too: for ORCH_STORAGE on other machines.")
-def url(show_password: bool) -> None:
+@click.option("--optuna", is_flag=True, help="In the form for plain optuna: postgresql+psycopg2://.")
+def url(show_password: bool, optuna: bool) -> None:
     """Print the server's URL.
 
     Without the password unless asked for; the server is started if need be.
@@ -101,6 +102,8 @@ def url(show_password: bool) -> None:
     Example: export ORCH_STORAGE=$(orch db url --show-password)
     """
     found = embedded.ensure_running()
-    click.echo(found if show_password else redact(found))
+    shown = found if show_password else redact(found)
+    # SQLAlchemy 2.1 takes a plain postgresql:// for psycopg 3, which orch does not install.
+    click.echo(shown.replace("postgresql://", "postgresql+psycopg2://", 1) if optuna else shown)
     if not show_password:
         echo_next("orch db url --show-password")

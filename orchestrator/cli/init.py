@@ -28,7 +28,11 @@ def command(folder: Path) -> None:
     \b
     Example: orch init my-study
     """
-    write(folder, templates())
+    texts = templates()
+    name = folder.resolve().name
+    if name.isprintable() and name.replace("-", "").replace("_", "").isalnum():
+        texts["study.yaml"] = texts["study.yaml"].replace("name: first-study", f'name: "{name}"', 1)
+    write(folder, texts)
     for name in NAMES:
         click.echo(f"wrote {folder / name}")
     study = shlex.quote(str(folder / "study.yaml"))

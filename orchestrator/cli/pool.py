@@ -80,4 +80,5 @@ def start_pool(
     if result.signal is not None:
         echo_next(f"orch pool start {quote(study)}")
         raise click.exceptions.Exit(128 + result.signal)
-    echo_next(f"orch study best {quote(study)}", f"orch trial list {quote(study)}", "orch dashboard")
+    best = [] if result.standing.best is None else [f"orch study best {quote(study)}"]
+    echo_next(*best, f"orch trial list {quote(study)}", "orch dashboard")

@@ -29,9 +29,10 @@ def command(file: str, here: bool, accept_objective: bool, storage: str | None, 
     from orchestrator import read
     from orchestrator.cli.study import echo_best
 
-    url, name = _create(file, storage, accept_objective)
+    # A trial in the foreground is for changing the objective and looking again: the file as it is now.
+    url, name = _create(file, storage, accept_objective or here)
     if here:
-        _run_here(url, name, accept_objective)
+        _run_here(url, name)
         return
     start_pool(name, url, accept_objective, **flags)
     for trial in read.best_trials(url, name):
@@ -51,20 +52,20 @@ def _create(file: str, storage: str | None, accept_objective: bool) -> tuple[str
     return url, created.spec.name
 
 
-def _run_here(url: str, name: str, accept_objective: bool) -> None:
+def _run_here(url: str, name: str) -> None:
     """Run one trial in this process."""
     from orchestrator import api
-    from orchestrator.cluster import Wanted
     from orchestrator.here import run_here
     from orchestrator.progress import Progress, Standing
-    from storage import open_database
+    from storage import open_database, studies
     from storage.attempts import NotTaken
 
     database = open_database(url)
-    plan = api.plan_pool(url, database, name, Wanted(), accept=accept_objective)
+    record = studies.get(database, name)
     database.close()
+    reference, folder, _ = api.find_objective(record, api.spec_of(record), accept=True)
     started = time.monotonic()
-    event = run_here(url, name, plan.objective, plan.folder)
+    event = run_here(url, name, reference, folder)
     if isinstance(event, NotTaken):
         click.echo(f"no trial was taken: {event.value}", err=True)
         return

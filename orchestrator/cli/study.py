@@ -235,8 +235,9 @@ def delete(name: str, yes: bool, storage: str | None) -> None:
 
     database = open_database(api.storage_url(storage))
     record = studies.get(database, name)
-    if not yes:
-        click.confirm(f"delete study {name} with its {sum(record.counts.values())} trials?", abort=True, err=True)
+    if not yes and not click.confirm(f"delete study {name} with its {sum(record.counts.values())} trials?", err=True):
+        click.echo("nothing was deleted", err=True)
+        return
     studies.delete(database, record.study_id)
     database.close()
     if record.uid is not None:

@@ -66,7 +66,7 @@ def test_what_init_writes_is_a_definition_that_create_accepts(tmp_path):
     done = run_init(str(tmp_path / "new" / "folder"))
     assert done.exit_code == 0, done.output
     checked = api.check(*api.gather(None, str(tmp_path / "new/folder/study.yaml"), {}))
-    assert checked.spec.name == "first-study"
+    assert checked.spec.name == "folder"
     assert checked.facts["objective"]["path"] == str(tmp_path / "new/folder/objective.py")
 
 
