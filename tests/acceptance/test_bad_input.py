@@ -27,7 +27,7 @@ UNREACHABLE = "postgresql://somebody:secretword@127.0.0.1:1/nowhere"
     [
         ((*CREATE, "missing.py:objective"), "missing.py: No such file"),
         ((*CREATE, "fine.py:wrong"), "has no function 'wrong'"),
-        ((*CREATE, "no.such.module:objective"), "there is no module 'no.such.module'"),
+        ((*CREATE, "no.such.module:objective"), "module 'no.such.module' is neither installed nor below"),
         ((*CREATE, "raises.py:objective"), "raised RuntimeError: boom"),
         ((*CREATE, "leaves.py:objective"), "ended the process (exit 7)"),
         ((*CREATE, "syntax.py:objective"), "line 1"),
