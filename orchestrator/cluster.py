@@ -184,7 +184,10 @@ def _join(wanted: Wanted) -> Cluster:
         _init(address=wanted.address)
     except Exception as error:  # ConnectionError, ValueError, RuntimeError: Ray's own words are the best there are
         said = str(error).strip().splitlines() or [type(error).__name__]
-        raise PoolError(f"cannot join the Ray cluster at {wanted.address}: {said[0]}") from None
+        raise PoolError(
+            f"cannot join the Ray cluster at {wanted.address}: {said[0]}; one that asks for a token (Ray 2.60 does) takes "
+            "`--address auto` on its nodes, or RAY_AUTH_MODE=token"
+        ) from None
     here = ray.get_runtime_context().get_node_id()
     nodes = [node for node in ray.nodes() if node["Alive"] and (wanted.all_nodes or node["NodeID"] == here)]
     n_cpus = sum(int(node["Resources"].get("CPU", 0)) for node in nodes)
