@@ -185,7 +185,7 @@ def _join(wanted: Wanted) -> Cluster:
     except Exception as error:  # ConnectionError, ValueError, RuntimeError: Ray's own words are the best there are
         said = str(error).strip().splitlines() or [type(error).__name__]
         raise PoolError(
-            f"cannot join the Ray cluster at {wanted.address}: {said[0]}; one that asks for a token (Ray 2.60 does) takes "
+            f"cannot join the Ray cluster at {wanted.address}: {said[0]}; one with tokens (Ray 2.60 has) takes "
             "`--address auto` on its nodes, or RAY_AUTH_MODE=token"
         ) from None
     here = ray.get_runtime_context().get_node_id()
